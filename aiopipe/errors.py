@@ -1,0 +1,90 @@
+"""The exception tree: every error that aiopipe raises on purpose.
+
+Three questions a caller asks are answered by the class alone: *did I call it wrongly?*
+(`TensorError`, `TraceError`, `PlacementError`, `WrongLoopError`), *is there no room?*
+(`AllocationError`), *did the evaluation not end well?* (`EvaluationError`,
+`EvaluationAborted`, `BackendLostError`, `BackendClosedError`).
+
+Cancellation is `asyncio.CancelledError` and is never wrapped.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AiopipeError",
+    "AllocationError",
+    "BackendClosedError",
+    "BackendLostError",
+    "EvaluationAborted",
+    "EvaluationError",
+    "PlacementError",
+    "TensorError",
+    "TraceError",
+    "WrongLoopError",
+]
+
+
+class AiopipeError(Exception):
+    """The root of the tree."""
+
+
+class TensorError(AiopipeError, ValueError):
+    """A value does not fit its tensor: unset, unallocated, out of bounds, other shape, dtype or tree."""
+
+
+class TraceError(AiopipeError, TypeError):
+    """A function cannot become a graph: it has an effect that cannot be ordered across devices."""
+
+
+class PlacementError(AiopipeError, ValueError):
+    """No backend can hold a tensor or run an op, or a placement names none."""
+
+
+class AllocationError(AiopipeError, MemoryError):
+    """A backend has no room (ggml's ALLOC_FAILED).
+
+    Attributes:
+        backend: name of the backend that refused.
+        asked_nbytes: bytes that were needed there.
+        available_nbytes: bytes that it may use.
+    """
+
+    def __init__(self, message: str, *, backend: str, asked_nbytes: int, available_nbytes: int) -> None:
+        super().__init__(message)
+        self.backend = backend
+        self.asked_nbytes = asked_nbytes
+        self.available_nbytes = available_nbytes
+
+
+class EvaluationError(AiopipeError, RuntimeError):
+    """A split of an evaluation failed (ggml's FAILED); `__cause__` is the device's own error.
+
+    Attributes:
+        split: index of the split in its plan.
+        backend: name of the backend that ran it.
+        node: name of the split's first node.
+        source: the user's source line of that node.
+    """
+
+    def __init__(self, message: str, *, split: int, backend: str, node: str, source: str) -> None:
+        super().__init__(message)
+        self.split = split
+        self.backend = backend
+        self.node = node
+        self.source = source
+
+
+class EvaluationAborted(AiopipeError):
+    """The eval callback asked to stop the evaluation (ggml's ABORTED)."""
+
+
+class BackendClosedError(AiopipeError, RuntimeError):
+    """A backend, scheduler or pipeline was used after it was closed."""
+
+
+class BackendLostError(AiopipeError, ConnectionError):
+    """A backend died; everything that was in flight on it is lost."""
+
+
+class WrongLoopError(AiopipeError, RuntimeError):
+    """A scheduler was used from another event loop than the one that it belongs to."""

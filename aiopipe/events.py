@@ -1,0 +1,92 @@
+"""`Event`: a one-shot awaitable that marks a point in a backend's queue.
+
+Taken from trio's view that an event happens once (trio `_sync.py`), and MLX's that it carries
+its producer's error (`mlx/event.h`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+
+__all__ = ["Event"]
+
+
+class Event:
+    """Happens once, perhaps with an error; then stays happened.
+
+    ``await event`` makes the *host* wait and raises the producer's error, if any. Set and awaited
+    on one event loop. There is no way to clear it: make a new one.
+    """
+
+    __slots__ = ("_callbacks", "_error", "_happened", "name")
+
+    def __init__(self, name: str = "event") -> None:
+        self.name = name
+        self._happened = False
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Event], None]] = []
+
+    def set(self, error: BaseException | None = None) -> None:
+        """Happen, with the producer's `error` if it failed. Only the first call counts."""
+        if self._happened:
+            return
+        self._happened = True
+        self._error = error
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def done(self) -> bool:
+        """Whether it has happened."""
+        return self._happened
+
+    def exception(self) -> BaseException | None:
+        """The producer's error.
+
+        Raises:
+            asyncio.InvalidStateError: it has not happened yet.
+        """
+        if not self._happened:
+            raise asyncio.InvalidStateError(f"{self.name} has not happened yet: await it, or ask done() first")
+        return self._error
+
+    def add_callback(self, callback: Callable[[Event], None]) -> None:
+        """Call ``callback(event)`` when it happens; at once if it has."""
+        if self._happened:
+            callback(self)
+        else:
+            self._callbacks.append(callback)
+
+    def remove_callback(self, callback: Callable[[Event], None]) -> None:
+        """Forget a callback; nothing happens if it is not known."""
+        if callback in self._callbacks:
+            self._callbacks.remove(callback)
+
+    async def wait(self) -> None:
+        """Wait until it has happened, whatever its error."""
+        if self._happened:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def wake(_: Event) -> None:
+            if not future.done():
+                future.set_result(None)
+
+        self._callbacks.append(wake)
+        try:
+            await future
+        finally:
+            self.remove_callback(wake)
+
+    def __await__(self) -> Generator[object, None, None]:
+        yield from self.wait().__await__()
+        if self._error is not None:
+            raise self._error
+
+    def __bool__(self) -> bool:
+        raise TypeError("an Event has no truth value: use done() to ask, or await it")
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._happened else "failed" if self._error else "done"
+        return f"<Event {self.name} {state}>"

@@ -1,0 +1,170 @@
+"""The walls between aiopipe's files: who may import whom, and how long a file gets.
+
+Read from the sources, so an import inside a function or under TYPE_CHECKING counts like any other.
+`docs/architecture.md` says what lives in each file.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "aiopipe"
+FOLDER = Path(__file__).resolve().parent.parent / PACKAGE
+
+# Lowest first. A file imports only from rows above its own. A package's own `__init__` goes by the package's name.
+ROWS: tuple[tuple[str, ...], ...] = (
+    ("errors", "devices", "sched"),
+    ("graph", "events"),
+    ("devices.base", "evaluation", "_jax_source", "_jax_types"),
+    ("_arguments", "_jax"),
+    ("_jaxpr",),
+    ("_jax_cost", "_jax_lift"),
+    ("trace", "backend", "streaming", "devices.clock", "devices.simops", "sched.assign", "sched.partition"),
+    ("statistics", "devices.xla", "devices.simvalue", "sched.split"),
+    ("devices.simbackend", "sched.alloc", "sched.lower"),
+    ("devices.sim", "sched.plan", "sched.state"),
+    ("sched.launch",),
+    ("loader",),
+    ("runner",),
+    ("sched.scheduler",),
+    ("placement", "timeline"),
+    ("pipeline",),
+    ("",),
+    ("cli",),
+)
+ROW = {module: row for row, modules in enumerate(ROWS) for module in modules}
+
+# Values in, values out: nothing here may know of loops, threads or queues.
+CONCURRENCY = frozenset(
+    "_thread anyio asyncio concurrent multiprocessing queue selectors signal socket subprocess threading".split()
+)
+TRACING = frozenset("_arguments _jax _jax_cost _jax_lift _jax_source _jax_types _jaxpr trace".split())
+PURE = TRACING | {"errors", "graph", "devices.base"}
+SCHEDULING = ("sched", "loader", "runner", "statistics", "streaming")
+IMPURE_SCHED = frozenset({"sched.scheduler"})
+
+# Only these know JAX, and only `_jax` what differs between its versions.
+JAX_PRIVATE = ("jax.extend", "jax._src", "jaxlib")
+JAX_PRIVATE_IN = frozenset({"_jax"})
+JAX_IN = TRACING | {"devices.xla", "placement", "pipeline"}
+
+# `ml_dtypes` comes with JAX, which cannot do without it.
+CORE_DEPENDENCIES = frozenset({"anyio", "jax", "jaxlib", "ml_dtypes", "numpy"})
+EXTRAS = {"cli": frozenset({"rich", "typer"}), "devices.ray": frozenset({"ray"})}
+
+MAX_LINES = 400
+
+
+def module_of(path: Path) -> str:
+    """``sched.plan`` for aiopipe/sched/plan.py, ``sched`` for its package, ``""`` for aiopipe itself."""
+    parts = path.relative_to(FOLDER).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_of(path): path for path in sorted(FOLDER.rglob("*.py"))}
+
+
+def imports_of(module: str, source: str, known: frozenset[str] = frozenset(FILES)) -> Iterator[tuple[int, str]]:
+    """The line and the absolute dotted name of all that a file imports, names within packages included."""
+    path = FILES.get(module)
+    inside = module if path is not None and path.name == "__init__.py" else module.rpartition(".")[0]
+    package = [PACKAGE, *filter(None, inside.split("."))]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *filter(None, [node.module])])
+            for alias in node.names:
+                deeper = f"{origin}.{alias.name}"
+                # "from . import graph" imports a file; "from .graph import Tensor" imports what is in one.
+                is_file = deeper.removeprefix(f"{PACKAGE}.") in known
+                yield node.lineno, deeper if is_file or not origin.startswith(PACKAGE) else origin
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "jax":
+            # "import jax" is enough to get at these.
+            if f"jax.{node.attr}" in JAX_PRIVATE:
+                yield node.lineno, f"jax.{node.attr}"
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def breaches(module: str, source: str) -> Iterator[str]:
+    """Each import of a file that goes through a wall, and which wall."""
+    pure = module in PURE or (within(module, "sched") and module not in IMPURE_SCHED)
+    for line, name in imports_of(module, source):
+        where = f"{PACKAGE}.{module}:{line} imports {name}: "
+        top = name.partition(".")[0]
+        if within(name, PACKAGE):
+            target = name.removeprefix(PACKAGE).removeprefix(".")
+            if target in ROW and ROW[target] >= ROW[module]:
+                yield where + "it is not in a row above it (ROWS)"
+            if within(module, "backend", "devices") and within(target, "sched"):
+                yield where + "a backend knows nothing of scheduling"
+            is_concrete = within(target, "devices") and target != "devices.base"
+            if within(module, *SCHEDULING) and is_concrete:
+                yield where + "the scheduler gets its backends as arguments"
+            continue
+        if pure and top in CONCURRENCY:
+            yield where + "planning and run state know no loops and no threads"
+        if within(name, *JAX_PRIVATE) and module not in JAX_PRIVATE_IN:
+            yield where + "only aiopipe._jax touches what is private to JAX"
+        elif top == "jax" and module not in JAX_IN:
+            yield where + "this file works without JAX"
+        if top not in sys.stdlib_module_names and top not in CORE_DEPENDENCIES | EXTRAS.get(module, frozenset()):
+            yield where + "that is no dependency of the core"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_file_keeps_to_its_place(module: str) -> None:
+    assert module in ROW, f"{FILES[module].name} is new: give {module!r} a row in ROWS of tests/test_walls.py"
+    source = FILES[module].read_text(encoding="utf-8")
+    found = list(breaches(module, source))
+    assert not found, "\n".join(found)
+    n_lines = len(source.splitlines())
+    assert n_lines <= MAX_LINES, f"{FILES[module]} has {n_lines} lines, more than {MAX_LINES}: split it by idea"
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("graph", "from .trace import trace"),
+        ("graph", "from . import events"),
+        ("graph", "def f():\n    import jax"),
+        ("sched.assign", "from ..sched import split"),
+        ("sched.plan", "from concurrent.futures import ThreadPoolExecutor"),
+        ("sched.state", "import asyncio.events"),
+        ("sched.scheduler", "from ..devices.xla import XlaBackend"),
+        ("sched.scheduler", "from .. import pipeline"),
+        ("devices.sim", "if TYPE_CHECKING:\n    from aiopipe.sched.plan import Plan"),
+        ("backend", "import aiopipe.sched.state"),
+        ("trace", "from jax.extend import core"),
+        ("trace", "from jax import _src"),
+        ("trace", "import jax\njax.extend.core.Primitive"),
+        ("pipeline", "import jaxlib.xla_client"),
+        ("pipeline", "import rich"),
+    ],
+)
+def test_breach_is_found(module: str, source: str) -> None:
+    assert list(breaches(module, source))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("trace", "import jax\nfrom jax import numpy\nfrom . import _jax\nfrom .graph import Graph"),
+        ("sched.plan", "from ..graph import Graph\nfrom . import assign\nfrom .split import split_graph"),
+        ("sched.scheduler", "import asyncio\nfrom ..devices.base import Device\nfrom ..backend import Backend"),
+        ("_jax", "import jaxlib\nfrom jax._src import core"),
+        ("cli", "import typer\nfrom . import Pipeline"),
+    ],
+)
+def test_lawful_import_passes(module: str, source: str) -> None:
+    assert not list(breaches(module, source))
