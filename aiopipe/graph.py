@@ -10,8 +10,8 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from .errors import TensorError
@@ -166,6 +166,23 @@ class Graph:
     def leaves(self) -> tuple[Tensor, ...]:
         """Inputs and weights."""
         return self.inputs + self.weights
+
+    def with_buffers(self, buffers: Mapping[int, tuple[Any, ...]]) -> Graph:
+        """The same graph with some weights (by tensor id) held in buffers instead of by their source."""
+        tensors = list(self.tensors)
+        for tid, held in buffers.items():
+            tensors[tid] = replace(tensors[tid], source=None, buffers=held)
+
+        def renewed(old: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(tensors[t.id] for t in old)
+
+        return replace(
+            self,
+            tensors=tuple(tensors),
+            weights=renewed(self.weights),
+            outputs=renewed(self.outputs),
+            uid=next(_uids),
+        )
 
     def producers(self) -> list[int]:
         """For each tensor id the index of the node that makes it, or -1 for a leaf."""

@@ -59,6 +59,8 @@ class DeviceProps:
         client: equal for devices between which copies are asynchronous (one JAX client).
         is_async: it computes while its dispatcher goes on.
         aliases_host: a NumPy array can be handed to it without a copy.
+        view_nbytes: values of its client up to this size may be handed to it as views of the
+            producer's memory, so they are never donated; larger ones are copied.
         events: it can record and wait for events.
         memory_nbytes: bytes that it may use, or None when unknown.
         flops_per_s: rough speed; only the ratio between devices matters.
@@ -69,6 +71,7 @@ class DeviceProps:
     client: Hashable
     is_async: bool = True
     aliases_host: bool = False
+    view_nbytes: int = 0
     events: bool = True
     memory_nbytes: int | None = None
     flops_per_s: float = 5e10

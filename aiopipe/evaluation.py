@@ -1,0 +1,190 @@
+"""`Evaluation`: one run of a graph, as its caller sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from .errors import WrongLoopError
+from .events import Event
+
+__all__ = ["Evaluation"]
+
+
+class Evaluation:
+    """One run of a graph: ``y = await evaluation``.
+
+    Awaiting it twice is fine, also from two tasks. Cancelling the last task that awaits it cancels
+    it, as with an `asyncio.Task`; use `asyncio.shield` to keep it. If it fails and nobody awaits
+    it, the loop's exception handler is told.
+
+    Attributes:
+        id: counts up from 0 in each scheduler.
+        copy_id: its slot, ``-1`` until it is admitted.
+        graph_name: what is evaluated.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_cancel",
+        "_cancelled",
+        "_done",
+        "_error",
+        "_event",
+        "_loop",
+        "_n_splits",
+        "_result",
+        "_seen",
+        "_split_events",
+        "_waiters",
+        "copy_id",
+        "graph_name",
+        "id",
+    )
+
+    def __init__(
+        self,
+        id: int,
+        graph_name: str,
+        loop: asyncio.AbstractEventLoop,
+        cancel: Callable[[int], bool],
+        split_events: Callable[[int], Sequence[Event] | None],
+        n_splits: int,
+    ) -> None:
+        self.id = id
+        self.copy_id = -1
+        self.graph_name = graph_name
+        self._loop = loop
+        self._cancel = cancel
+        self._split_events = split_events
+        self._n_splits = n_splits
+        self._event: Event | None = None
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._done = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._cancelled = False
+        self._seen = False
+
+    def done(self) -> bool:
+        """Whether the result, error or cancellation is there."""
+        return self._done
+
+    def cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return self._cancelled
+
+    def cancel(self) -> bool:
+        """Drop it: what is not launched never will be, what is launched is discarded.
+
+        Returns:
+            False when it was done already. Other evaluations never notice.
+        """
+        return not self._done and self._cancel(self.id)
+
+    def exception(self) -> BaseException | None:
+        """Its error, or None.
+
+        Raises:
+            asyncio.InvalidStateError: it is not done.
+            asyncio.CancelledError: it was cancelled.
+        """
+        self._check_done()
+        self._seen = True
+        return self._error
+
+    def result(self) -> Any:
+        """What the graph returned: the pytree that the traced function returns, its arrays ready.
+
+        Raises:
+            asyncio.InvalidStateError: it is not done.
+            asyncio.CancelledError: it was cancelled.
+            EvaluationError: a split failed.
+        """
+        self._check_done()
+        self._seen = True
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    @property
+    def event(self) -> Event:
+        """Happens when the whole evaluation ends."""
+        if self._event is None:
+            self._event = Event(f"evaluation {self.id} of {self.graph_name!r}")
+            if self._done:
+                self._event.set(asyncio.CancelledError() if self._cancelled else self._error)
+        return self._event
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """One event for each split, in launch order; each happens when its split has finished on its device."""
+        events = self._split_events(self.id)
+        if events is None:  # everything that was launched has ended
+            events = [self._split_event(i) for i in range(self._n_splits)]
+            for event in events:
+                event.set(asyncio.CancelledError() if self._cancelled else self._error)
+        return events
+
+    def _split_event(self, split: int) -> Event:
+        return Event(f"split {split} of evaluation {self.id} of {self.graph_name!r}")
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self._done:
+            yield from self._wait().__await__()
+        return self.result()
+
+    async def _wait(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise WrongLoopError(f"evaluation {self.id} belongs to another event loop: await it where it was submitted")
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            self._waiters.discard(waiter)
+            if not self._waiters:
+                self.cancel()
+            raise
+
+    def _check_done(self) -> None:
+        if self._cancelled:
+            raise asyncio.CancelledError(f"evaluation {self.id} of {self.graph_name!r} was cancelled")
+        if not self._done:
+            raise asyncio.InvalidStateError(f"evaluation {self.id} of {self.graph_name!r} is not done: await it")
+
+    def _settle(
+        self,
+        *,
+        result: Any = None,
+        error: BaseException | None = None,
+        cancelled: bool = False,
+    ) -> None:
+        """Called once by the scheduler, on its loop."""
+        self._result, self._error, self._cancelled, self._done = result, error, cancelled, True
+        if not self._waiters and self._event is None:
+            return
+        waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        if waiters:
+            self._seen = True
+        if self._event is not None:
+            self._event.set(asyncio.CancelledError() if cancelled else error)
+
+    def __del__(self) -> None:
+        if getattr(self, "_error", None) is None or self._seen or self._loop.is_closed():
+            return
+        context = {
+            "message": f"evaluation {self.id} of {self.graph_name!r} failed and nobody awaited it",
+            "exception": self._error,
+        }
+        self._loop.call_exception_handler(context)
+
+    def __repr__(self) -> str:
+        state = (
+            "cancelled" if self._cancelled else "failed" if self._error else "done" if self._done else "pending"
+        )
+        return f"<Evaluation {self.id} of {self.graph_name!r} {state} copy={self.copy_id}>"
