@@ -1,0 +1,331 @@
+"""The run state: which evaluations wait, run, drain. Pure: stimuli in, instructions out.
+
+One mutating method, `RunState.handle`. It decides; the scheduler's shell carries out and reports
+back. No clock, no loop, no thread, no array: its tests drive it by hand. The shape follows
+dask/distributed's `WorkerState.handle_stimulus`.
+
+Life of an evaluation::
+
+    WAITING --a slot is free--> CAPTURING --inputs captured--> RUNNING --all launched--> DRAINING --> (gone)
+
+A cancelled or failed evaluation launches nothing more and goes to DRAINING as soon as no launch
+is under way: launched work cannot be recalled, so its slot comes back only when the devices are
+done with it, exactly once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = [
+    "Admit",
+    "Cancel",
+    "Captured",
+    "Completed",
+    "Failed",
+    "Instruction",
+    "Launch",
+    "Launched",
+    "Outcome",
+    "Phase",
+    "Release",
+    "Resolve",
+    "RunState",
+    "Stimulus",
+    "Submit",
+    "Watch",
+]
+
+
+class Phase(enum.Enum):
+    """Where an evaluation is in its life."""
+
+    WAITING = "waiting"
+    CAPTURING = "capturing"
+    RUNNING = "running"
+    DRAINING = "draining"
+
+
+class Outcome(enum.Enum):
+    """How an evaluation ends for its caller."""
+
+    SUCCESS = "success"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Submit(NamedTuple):
+    """A caller asks for an evaluation; `depends[i]` are the segments that segment i comes after."""
+
+    evaluation: int
+    depends: Sequence[tuple[int, ...]]
+
+
+class Captured(NamedTuple):
+    """The inputs are copied: the caller may reuse its own."""
+
+    evaluation: int
+
+
+class Launched(NamedTuple):
+    """Every split of a segment has been launched."""
+
+    evaluation: int
+    segment: int
+
+
+class Failed(NamedTuple):
+    """Capturing (segment -1) or launching a segment failed; nothing of it is still being launched."""
+
+    evaluation: int
+    segment: int
+    error: BaseException
+
+
+class Completed(NamedTuple):
+    """The devices are done with everything that was launched; `error` if a split failed there."""
+
+    evaluation: int
+    error: BaseException | None = None
+
+
+class Cancel(NamedTuple):
+    """The caller does not want the result any more."""
+
+    evaluation: int
+
+
+Stimulus = Submit | Captured | Launched | Failed | Completed | Cancel
+
+
+class Admit(NamedTuple):
+    """Give the evaluation this slot and capture its inputs; answer `Captured` or `Failed`."""
+
+    evaluation: int
+    copy_id: int
+
+
+class Launch(NamedTuple):
+    """Launch a segment; answer `Launched` or `Failed`."""
+
+    evaluation: int
+    segment: int
+
+
+class Watch(NamedTuple):
+    """Wait for what was launched; answer `Completed`."""
+
+    evaluation: int
+
+
+class Resolve(NamedTuple):
+    """Tell the caller how it ended."""
+
+    evaluation: int
+    outcome: Outcome
+    error: BaseException | None = None
+
+
+class Release(NamedTuple):
+    """The evaluation is gone; its slot (-1: it never had one) is free."""
+
+    evaluation: int
+    copy_id: int
+
+
+Instruction = Admit | Launch | Watch | Resolve | Release
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    id: int
+    depends: Sequence[tuple[int, ...]]
+    phase: Phase = Phase.WAITING
+    copy_id: int = -1
+    outcome: Outcome | None = None
+    unlaunched: int = 0
+    launching: int = 0
+    missing: list[int] = field(default_factory=list)  # by segment: how many it still comes after
+    followers: list[list[int]] = field(default_factory=list)
+
+
+class RunState:
+    """Which evaluation holds which slot, and what happens next.
+
+    Args:
+        n_copies: how many slots there are, so how many evaluations are in flight at most.
+            The k-th admitted evaluation takes slot ``k % n_copies``.
+    """
+
+    def __init__(self, n_copies: int) -> None:
+        if n_copies < 1:
+            raise ValueError(f"n_copies is {n_copies}, expected at least 1 (1 means no pipelining)")
+        self.n_copies = n_copies
+        self.n_admitted = 0
+        self.counts = dict.fromkeys(Outcome, 0)
+        self._runs: dict[int, _Run] = {}
+        self._waiting: deque[_Run] = deque()
+        self._holders: list[_Run | None] = [None] * n_copies
+
+    @property
+    def cur_copy(self) -> int:
+        """The slot that the next evaluation will take."""
+        return self.n_admitted % self.n_copies
+
+    @property
+    def in_flight(self) -> int:
+        """Evaluations that hold a slot."""
+        return sum(h is not None for h in self._holders)
+
+    @property
+    def waiting(self) -> int:
+        """Evaluations that wait for a slot."""
+        return sum(run.outcome is None for run in self._waiting)
+
+    def phase(self, evaluation: int) -> Phase | None:
+        """Where an evaluation is, or None when it is gone."""
+        run = self._runs.get(evaluation)
+        return run.phase if run is not None else None
+
+    def handle(self, stimulus: Stimulus) -> list[Instruction]:
+        """Take in what happened; return what to do, in order.
+
+        Raises:
+            ValueError: the stimulus makes no sense now (a fault of the shell).
+        """
+        out: list[Instruction] = []
+        kind = type(stimulus)
+        if kind is Submit:
+            self._submit(stimulus, out)  # type: ignore[arg-type]  # `kind` narrows it, mypy cannot see that
+            return out
+        run = self._runs.get(stimulus.evaluation)
+        if kind is Cancel:
+            if run is not None and run.outcome is None:
+                self._end(run, Outcome.CANCELLED, None, out)
+                self._settle(run, out)
+            return out
+        if run is None:
+            raise ValueError(f"{stimulus}: no such evaluation is under way")
+        if isinstance(stimulus, Captured):
+            self._expect(run, Phase.CAPTURING, stimulus)
+            self._captured(run, out)
+        elif isinstance(stimulus, Launched):
+            self._expect(run, Phase.RUNNING, stimulus)
+            self._launched(run, stimulus.segment, out)
+        elif isinstance(stimulus, Failed):
+            self._failed(run, stimulus, out)
+        elif isinstance(stimulus, Completed):
+            self._expect(run, Phase.DRAINING, stimulus)
+            if run.outcome is None:
+                self._end(run, Outcome.FAILED if stimulus.error else Outcome.SUCCESS, stimulus.error, out)
+            self._release(run, out)
+        return out
+
+    def _submit(self, stimulus: Submit, out: list[Instruction]) -> None:
+        if stimulus.evaluation in self._runs:
+            raise ValueError(f"{stimulus}: that evaluation is under way already")
+        run = _Run(stimulus.evaluation, stimulus.depends)
+        self._runs[run.id] = run
+        self._waiting.append(run)
+        self._admit(out)
+
+    def _admit(self, out: list[Instruction]) -> None:
+        while self._waiting:
+            slot = self.n_admitted % self.n_copies
+            if self._holders[slot] is not None:
+                return
+            run = self._waiting.popleft()
+            if run.outcome is not None:  # cancelled while it waited; it is gone already
+                continue
+            self.n_admitted += 1
+            self._holders[slot] = run
+            run.copy_id = slot
+            run.phase = Phase.CAPTURING
+            out.append(Admit(run.id, slot))
+
+    def _captured(self, run: _Run, out: list[Instruction]) -> None:
+        run.phase = Phase.RUNNING
+        depends = run.depends
+        run.unlaunched = len(depends)
+        if run.outcome is None:
+            if len(depends) == 1:
+                run.launching = 1
+                out.append(Launch(run.id, 0))
+                return
+            run.missing = [len(d) for d in depends]
+            run.followers = [[] for _ in depends]
+            for segment, before in enumerate(depends):
+                for d in before:
+                    run.followers[d].append(segment)
+            for segment, missing in enumerate(run.missing):
+                if not missing:
+                    run.launching += 1
+                    out.append(Launch(run.id, segment))
+        self._settle(run, out)
+
+    def _launched(self, run: _Run, segment: int, out: list[Instruction]) -> None:
+        run.launching -= 1
+        run.unlaunched -= 1
+        if run.followers and run.outcome is None:
+            for follower in run.followers[segment]:
+                run.missing[follower] -= 1
+                if not run.missing[follower]:
+                    run.launching += 1
+                    out.append(Launch(run.id, follower))
+        self._settle(run, out)
+
+    def _failed(self, run: _Run, stimulus: Failed, out: list[Instruction]) -> None:
+        if run.outcome is None:
+            self._end(run, Outcome.FAILED, stimulus.error, out)
+        if stimulus.segment < 0:
+            self._expect(run, Phase.CAPTURING, stimulus)
+            run.phase = Phase.RUNNING
+        else:
+            self._expect(run, Phase.RUNNING, stimulus)
+            run.launching -= 1
+        self._settle(run, out)
+
+    def _settle(self, run: _Run, out: list[Instruction]) -> None:
+        """Let go of a waiting run that ended; drain a running one that will launch nothing more."""
+        if run.phase is Phase.WAITING:
+            del self._runs[run.id]
+            out.append(Release(run.id, -1))
+        elif run.phase is Phase.RUNNING and not run.launching and (run.outcome is not None or not run.unlaunched):
+            run.phase = Phase.DRAINING
+            out.append(Watch(run.id))
+
+    def _end(self, run: _Run, outcome: Outcome, error: BaseException | None, out: list[Instruction]) -> None:
+        run.outcome = outcome
+        self.counts[outcome] += 1
+        out.append(Resolve(run.id, outcome, error))
+
+    def _release(self, run: _Run, out: list[Instruction]) -> None:
+        del self._runs[run.id]
+        self._holders[run.copy_id] = None
+        out.append(Release(run.id, run.copy_id))
+        self._admit(out)
+
+    @staticmethod
+    def _expect(run: _Run, phase: Phase, stimulus: Stimulus) -> None:
+        if run.phase is not phase:
+            raise ValueError(f"{stimulus}: the evaluation is {run.phase.value}, expected {phase.value}")
+
+    def validate(self) -> None:
+        """Check the invariants; for tests.
+
+        Raises:
+            AssertionError: one is broken.
+        """
+        held = [run for run in self._holders if run is not None]
+        assert len({id(run) for run in held}) == len(held), "a run holds two slots"
+        for slot, run in enumerate(self._holders):
+            assert run is None or (run.copy_id == slot and self._runs.get(run.id) is run), "a slot's holder is gone"
+        for run in self._runs.values():
+            assert (run.phase is Phase.WAITING) == (run.copy_id < 0), "phase and slot disagree"
+            assert run.launching >= 0 and run.unlaunched >= run.launching, "launches do not add up"
+        live = [run for run in self._waiting if run.outcome is None]
+        assert not live or self._holders[self.cur_copy] is not None, "somebody waits beside a free slot"

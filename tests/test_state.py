@@ -1,0 +1,218 @@
+"""The pure run state, driven by hand: no loop, no threads, no arrays."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from aiopipe.sched.state import (
+    Admit,
+    Cancel,
+    Captured,
+    Completed,
+    Failed,
+    Instruction,
+    Launch,
+    Launched,
+    Outcome,
+    Phase,
+    Release,
+    Resolve,
+    RunState,
+    Stimulus,
+    Submit,
+    Watch,
+)
+
+ONE = ((),)
+"""One segment."""
+CHAIN = ((), (0,), (1,))
+"""Three segments, one after the other."""
+DIAMOND = ((), (0,), (0,), (1, 2))
+
+
+def run(state: RunState, *stimuli: Stimulus) -> list[Instruction]:
+    out: list[Instruction] = []
+    for stimulus in stimuli:
+        out += state.handle(stimulus)
+        state.validate()
+    return out
+
+
+def test_one_evaluation_from_submit_to_release() -> None:
+    state = RunState(2)
+    assert run(state, Submit(0, ONE)) == [Admit(0, 0)]
+    assert run(state, Captured(0)) == [Launch(0, 0)]
+    assert run(state, Launched(0, 0)) == [Watch(0)]
+    assert run(state, Completed(0)) == [Resolve(0, Outcome.SUCCESS), Release(0, 0)]
+    assert state.in_flight == state.waiting == 0
+    assert state.counts[Outcome.SUCCESS] == 1
+
+
+def test_slots_rotate_and_a_full_pipeline_makes_submitters_wait() -> None:
+    state = RunState(2)
+    assert run(state, Submit(0, ONE), Submit(1, ONE), Submit(2, ONE)) == [Admit(0, 0), Admit(1, 1)]
+    assert (state.in_flight, state.waiting, state.cur_copy) == (2, 1, 0)
+    run(state, Captured(1), Launched(1, 0))
+    # Evaluation 2 takes slot 0 and no other: slot 1 coming back first does not help it.
+    assert run(state, Completed(1)) == [Resolve(1, Outcome.SUCCESS), Release(1, 1)]
+    run(state, Captured(0), Launched(0, 0))
+    assert run(state, Completed(0)) == [Resolve(0, Outcome.SUCCESS), Release(0, 0), Admit(2, 0)]
+
+
+def test_segments_launch_after_what_they_depend_on() -> None:
+    state = RunState(1)
+    run(state, Submit(0, DIAMOND))
+    assert run(state, Captured(0)) == [Launch(0, 0)]
+    assert run(state, Launched(0, 0)) == [Launch(0, 1), Launch(0, 2)]
+    assert run(state, Launched(0, 2)) == []
+    assert run(state, Launched(0, 1)) == [Launch(0, 3)]
+    assert run(state, Launched(0, 3)) == [Watch(0)]
+
+
+def test_a_graph_without_segments_is_watched_at_once() -> None:
+    state = RunState(1)
+    run(state, Submit(0, ()))
+    assert run(state, Captured(0)) == [Watch(0)]
+
+
+def test_cancelled_while_waiting_is_gone_and_keeps_its_place_free() -> None:
+    state = RunState(1)
+    run(state, Submit(0, ONE), Submit(1, ONE), Submit(2, ONE))
+    assert run(state, Cancel(1)) == [Resolve(1, Outcome.CANCELLED), Release(1, -1)]
+    assert state.waiting == 1
+    run(state, Captured(0), Launched(0, 0))
+    assert run(state, Completed(0))[-1] == Admit(2, 0)
+
+
+def test_cancelled_while_capturing_launches_nothing() -> None:
+    state = RunState(1)
+    run(state, Submit(0, CHAIN))
+    assert run(state, Cancel(0)) == [Resolve(0, Outcome.CANCELLED)]
+    assert state.in_flight == 1  # somebody still writes into the slot
+    assert run(state, Captured(0)) == [Watch(0)]
+    assert run(state, Completed(0)) == [Release(0, 0)]
+
+
+def test_cancelled_while_running_launches_nothing_more_and_returns_its_slot_after_draining() -> None:
+    state = RunState(1)
+    run(state, Submit(0, CHAIN), Submit(1, ONE), Captured(0))
+    assert run(state, Cancel(0)) == [Resolve(0, Outcome.CANCELLED)]
+    assert run(state, Launched(0, 0)) == [Watch(0)]
+    assert state.phase(0) is Phase.DRAINING
+    assert run(state, Completed(0)) == [Release(0, 0), Admit(1, 0)]
+    assert run(state, Cancel(0)) == []  # too late: it is gone
+
+
+def test_cancelling_twice_or_after_success_does_nothing() -> None:
+    state = RunState(1)
+    run(state, Submit(0, ONE))
+    run(state, Cancel(0))
+    assert run(state, Cancel(0)) == []
+
+
+def test_a_failed_launch_tells_the_caller_at_once_and_drains() -> None:
+    state = RunState(1)
+    boom = RuntimeError("boom")
+    run(state, Submit(0, DIAMOND), Captured(0), Launched(0, 0))
+    assert run(state, Failed(0, 1, boom)) == [Resolve(0, Outcome.FAILED, boom)]  # segment 2 is being launched
+    assert run(state, Launched(0, 2)) == [Watch(0)]
+    assert run(state, Completed(0)) == [Release(0, 0)]
+
+
+def test_only_the_first_failure_counts() -> None:
+    state = RunState(1)
+    first, second = RuntimeError("first"), RuntimeError("second")
+    run(state, Submit(0, DIAMOND), Captured(0), Launched(0, 0))
+    run(state, Failed(0, 2, first))
+    assert run(state, Failed(0, 1, second)) == [Watch(0)]
+    assert run(state, Completed(0, second)) == [Release(0, 0)]
+
+
+def test_a_failed_capture() -> None:
+    state = RunState(1)
+    boom = ValueError("boom")
+    run(state, Submit(0, ONE))
+    assert run(state, Failed(0, -1, boom)) == [Resolve(0, Outcome.FAILED, boom), Watch(0)]
+
+
+def test_an_error_on_the_device_fails_that_evaluation_alone() -> None:
+    state = RunState(2)
+    boom = RuntimeError("boom")
+    run(state, Submit(0, ONE), Submit(1, ONE), Captured(0), Captured(1), Launched(0, 0), Launched(1, 0))
+    assert run(state, Completed(0, boom)) == [Resolve(0, Outcome.FAILED, boom), Release(0, 0)]
+    assert run(state, Completed(1)) == [Resolve(1, Outcome.SUCCESS), Release(1, 1)]
+
+
+@pytest.mark.parametrize(
+    "stimulus", [Captured(7), Launched(0, 0), Completed(0), Submit(0, ONE), Failed(0, 0, RuntimeError())]
+)
+def test_a_stimulus_that_makes_no_sense_is_refused(stimulus: Stimulus) -> None:
+    state = RunState(1)
+    run(state, Submit(0, ONE))
+    with pytest.raises(ValueError, match="evaluation"):
+        state.handle(stimulus)
+
+
+def test_n_copies_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="n_copies is 0"):
+        RunState(0)
+
+
+def step(state: RunState, rng: random.Random, open_answers: list[Stimulus], submitted: int) -> int:
+    """One random stimulus: an answer that is due, a submission or a cancellation."""
+    choice = rng.random()
+    if open_answers and choice < 0.6:
+        stimulus = open_answers.pop(rng.randrange(len(open_answers)))
+    elif choice < 0.85:
+        depends = rng.choice([ONE, CHAIN, DIAMOND, ((), ()), ()])
+        stimulus, submitted = Submit(submitted, depends), submitted + 1
+    else:
+        stimulus = Cancel(rng.randrange(max(submitted, 1)))
+    answer(state, rng, stimulus, open_answers)
+    return submitted
+
+
+def answer(state: RunState, rng: random.Random, stimulus: Stimulus, open_answers: list[Stimulus]) -> None:
+    for instruction in state.handle(stimulus):
+        match instruction:
+            case Admit(evaluation, _):
+                failed = rng.random() < 0.05
+                open_answers.append(Failed(evaluation, -1, ValueError()) if failed else Captured(evaluation))
+            case Launch(evaluation, segment):
+                failed = rng.random() < 0.1
+                open_answers.append(
+                    Failed(evaluation, segment, RuntimeError()) if failed else Launched(evaluation, segment)
+                )
+            case Watch(evaluation):
+                open_answers.append(Completed(evaluation, RuntimeError() if rng.random() < 0.1 else None))
+    state.validate()
+
+
+@pytest.mark.parametrize("n_copies", [1, 2, 3, 8])
+def test_random_walks_conserve_slots_and_end_every_evaluation_once(n_copies: int) -> None:
+    """S26: slots are conserved whatever the order of submissions, answers and cancellations."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        state = RunState(n_copies)
+        resolved: dict[int, int] = {}
+        handle = state.handle
+
+        def counting(stimulus: Stimulus) -> list[Instruction]:
+            out = handle(stimulus)  # noqa: B023  # called in this round only
+            for instruction in out:
+                if isinstance(instruction, Resolve):
+                    resolved[instruction.evaluation] = resolved.get(instruction.evaluation, 0) + 1  # noqa: B023
+            return out
+
+        state.handle = counting  # type: ignore[method-assign]
+        answers: list[Stimulus] = []
+        submitted = 0
+        for _ in range(200):
+            submitted = step(state, rng, answers, submitted)
+        while answers:
+            answer(state, rng, answers.pop(rng.randrange(len(answers))), answers)
+        assert state.in_flight == state.waiting == 0
+        assert resolved == dict.fromkeys(range(submitted), 1)
+        assert sum(state.counts.values()) == submitted
