@@ -1,0 +1,241 @@
+"""Backends for every `jax.Device`: CPU, GPU, TPU.
+
+Launching is JAX's own asynchronous dispatch; XLA keeps the order on each device. What JAX does not
+offer is a callback when an array is ready, so each backend has a completion thread that waits for
+arrays, in order, and calls back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+import jax
+import numpy as np
+
+from .. import _jax
+from ..backend import Backend, Dispatch, Executable, Lane, ThreadLane
+from ..devices.base import BufferType, Device, DeviceProps, DeviceType, Program
+from ..errors import PlacementError
+from ..graph import Node, Tensor
+
+__all__ = ["XlaBackend", "XlaDevice", "open_xla", "xla_devices"]
+
+VIEW_NBYTES = 1 << 20
+"""Up to this size a ready value of another CPU device is handed over as a view, not copied."""
+
+INLINE_FLOPS = 1000
+"""XLA's CPU client runs a computation of fewer flops in the caller (`cpu_client.cc`)."""
+
+INLINE_NBYTES = 1 << 17
+"""A computation that XLA runs in the caller may touch this much memory and still count as instant."""
+
+_SLOW_OPS = frozenset({"eig", "eigh", "svd", "qr", "lu", "cholesky", "schur", "sort", "fft", "while", "scan", "custom_call"})
+"""Ops whose cost XLA's flop count does not show."""
+
+_CPU_ONLY_OPS = frozenset({"eig", "schur"})
+"""Ops that JAX implements on the CPU alone."""
+
+_TYPES = {"cpu": DeviceType.CPU, "gpu": DeviceType.GPU, "cuda": DeviceType.GPU, "rocm": DeviceType.GPU, "tpu": DeviceType.TPU}
+_SPEEDS = {DeviceType.CPU: (5e10, 1e10), DeviceType.GPU: (5e13, 1.5e12), DeviceType.TPU: (1e14, 1e12)}
+
+
+class XlaDevice(Device):
+    """A `jax.Device`."""
+
+    def __init__(self, device: jax.Device) -> None:
+        kind = _TYPES.get(device.platform, DeviceType.OTHER)
+        flops, bandwidth = _SPEEDS.get(kind, (5e10, 1e10))
+        host = kind is DeviceType.CPU
+        self.jax_device = device
+        self.name = f"{'gpu' if kind is DeviceType.GPU else device.platform}:{_index_of(device)}"
+        self.props = DeviceProps(
+            type=kind,
+            client=id(device.client),
+            aliases_host=host,
+            view_nbytes=VIEW_NBYTES if host else 0,
+            memory_nbytes=_memory_nbytes(device),
+            flops_per_s=flops,
+            bytes_per_s=bandwidth,
+        )
+
+    def buffer_types(self) -> tuple[BufferType, ...]:
+        """Its memory spaces, the default one first."""
+        default = self.jax_device.default_memory().kind
+        kinds = sorted({m.kind for m in self.jax_device.addressable_memories()}, key=lambda kind: kind != default)
+        host = self.props.aliases_host
+        return tuple(BufferType(self.name, kind, is_host=host or "host" in kind) for kind in kinds)
+
+    def supports_op(self, node: Node) -> bool:
+        """Whether JAX implements the op on this platform."""
+        return self.is_host_cpu or node.op not in _CPU_ONLY_OPS
+
+
+def _index_of(device: jax.Device) -> int:
+    return jax.local_devices(backend=device.platform).index(device)
+
+
+def _memory_nbytes(device: jax.Device) -> int | None:
+    stats = device.memory_stats()  # None on the CPU
+    limit = (stats or {}).get("bytes_limit")
+    return int(limit) if limit else None
+
+
+def xla_devices(platform: str | None = None) -> tuple[XlaDevice, ...]:
+    """Every device of a platform, or of all platforms; empty where the platform is missing."""
+    platforms = (platform,) if platform else ("cpu", "gpu", "tpu")
+    found: list[XlaDevice] = []
+    for name in platforms:
+        try:
+            found += [XlaDevice(device) for device in jax.local_devices(backend=name)]
+        except RuntimeError:  # JAX's way to say that it has no such platform
+            continue
+    return tuple(found)
+
+
+def open_xla(platform: str) -> Callable[..., Backend]:
+    """The factory for one platform: ``open_xla("cpu")("1")`` opens ``cpu:1``."""
+
+    def factory(params: str = "", *, dispatch: Dispatch = "auto") -> Backend:
+        found = xla_devices(platform)
+        spec = f"{platform}:{params}" if params else platform
+        if params and not params.isdecimal():
+            raise PlacementError(f"unknown device {spec!r}: expected a number after the colon, as in '{platform}:0'")
+        index = int(params or 0)
+        if index >= len(found):
+            have = ", ".join(d.name for d in xla_devices()) or "none"
+            hint = " For more CPU devices call jax.config.update('jax_num_cpu_devices', n) before JAX starts."
+            raise PlacementError(f"unknown device {spec!r}: JAX has {have}.{hint if platform == 'cpu' else ''}")
+        return XlaBackend(found[index], dispatch=dispatch)
+
+    return factory
+
+
+class XlaBackend(Backend):
+    """A `jax.Device` as an actor."""
+
+    device: XlaDevice
+
+    def __init__(self, device: XlaDevice, *, dispatch: Dispatch = "auto") -> None:
+        super().__init__(device.name, device, dispatch=dispatch)
+        self.jax_device = device.jax_device
+        self._aliases_host = device.props.aliases_host
+        self._view_nbytes = device.props.view_nbytes
+        self._completion = ThreadLane(f"{self.name}-completion")
+
+    def load(self, program: Program) -> Executable:
+        """Compile with XLA."""
+        self.check_open()
+        compiled = _jax.compile_program(program, self.jax_device)
+        return Executable(
+            program=program,
+            call=compiled.call,
+            memory=compiled.memory,
+            blocks=_can_block(program, compiled, self.device.props.type),
+            launch_s=8e-6 + 4e-7 * len(program.inputs) + min(compiled.bytes_accessed or 0.0, INLINE_NBYTES) / 5e9,
+        )
+
+    def upload(self, value: Any, tensor: Tensor) -> Any:
+        """`jax.device_put`, of a private copy where JAX would alias NumPy memory."""
+        self.check_open()
+        if not isinstance(value, jax.Array):
+            value = np.array(value, dtype=_jax.dtype_of(tensor.dtype), copy=True)
+        elif value.devices() == {self.jax_device}:
+            return value
+        return jax.block_until_ready(jax.device_put(value, self.jax_device))
+
+    def transfer(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Views of ready values where memory is shared; else asynchronous copies."""
+        out: list[Any] = []
+        moving: list[int] = []
+        for value in values:
+            if self._aliases_host:
+                kind = type(value)
+                if kind is np.ndarray:
+                    out.append(value)  # the compiled call reads it in place
+                    continue
+                if kind is _jax.ArrayImpl and value.platform() == "cpu" and value.nbytes <= self._view_nbytes:
+                    if _jax.is_ready(value):
+                        out.append(_jax.host_view(value))
+                        continue
+            moving.append(len(out))
+            out.append(value)
+        if moving:
+            moved = _jax.put([out[i] for i in moving], self.jax_device)
+            for i, value in zip(moving, moved, strict=True):
+                out[i] = value
+        return out
+
+    def all_ready(self, values: Sequence[Any]) -> bool:
+        return all(_jax.is_ready(value) for value in values)
+
+    def error_of(self, values: Sequence[Any]) -> BaseException | None:
+        return _wait(values)
+
+    def notify(self, values: Sequence[Any], callback: Callable[[BaseException | None], None]) -> None:
+        self.check_open()
+        self._completion.post(lambda: callback(_wait(values)))
+
+    def download(self, value: Any) -> Any:
+        return np.asarray(value)
+
+    def host_buffer(self, tensor: Tensor) -> Any:
+        """An uninitialised NumPy array, aligned so that XLA reads it in place; None for PRNG keys."""
+        dtype = _jax.dtype_of(tensor.dtype)
+        if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+            return None
+        raw = np.empty(tensor.nbytes + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        return raw[start : start + tensor.nbytes].view(dtype).reshape(tensor.shape)
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, jax.Array)
+
+    def holds(self, value: Any) -> bool:
+        """Whether it is an array committed to this device."""
+        return isinstance(value, jax.Array) and value.committed and value.devices() == {self.jax_device}
+
+    def make_lane(self, *, own: bool) -> Lane:
+        """Its own thread, or one for all devices of the client."""
+        return ThreadLane(self.name if own else f"{self.device.props.type.value}-dispatch")
+
+    async def synchronize(self) -> None:
+        """Wait for the completion thread to get through what it was asked to wait for so far."""
+        self.check_open()
+        done = threading.Event()
+        self.notify((), lambda _: done.set())
+        await anyio.to_thread.run_sync(done.wait)
+
+    async def aclose(self) -> None:
+        self.closed = True
+        await anyio.to_thread.run_sync(self._completion.close)
+
+
+def _can_block(program: Program, compiled: _jax.Compiled, kind: DeviceType) -> bool:
+    """Whether launching may hold up the caller.
+
+    Host callbacks do, everywhere. The CPU client runs what it counts as fewer than
+    `INLINE_FLOPS` flops in the caller, whatever it costs: transcendentals, gathers and all but one
+    round of a loop count nothing.
+    """
+    if compiled.has_callback:
+        return True
+    if kind is not DeviceType.CPU or (compiled.flops is not None and compiled.flops >= INLINE_FLOPS):
+        return False
+    if compiled.has_loop or any(node.op in _SLOW_OPS for node in program.nodes):
+        return True
+    return (compiled.bytes_accessed or 0.0) > INLINE_NBYTES
+
+
+def _wait(values: Sequence[Any]) -> BaseException | None:
+    """Wait for all; the first error, if any."""
+    first: BaseException | None = None
+    for value in values:
+        try:
+            jax.block_until_ready(value)
+        except Exception as error:  # whatever the device raised goes to the caller of that evaluation
+            first = first or error
+    return first

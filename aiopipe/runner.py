@@ -1,0 +1,419 @@
+"""`Runner`: carries out what the pure run state decides, on one event loop.
+
+It holds what the state does not know: arrays, lanes, futures. The state changes on the loop's
+thread alone, never halfway through an ``await``; other threads leave a message and wake the loop,
+once for however many messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .backend import Backend, InlineLane, Lane, ThreadLane
+from .errors import BackendClosedError, EvaluationError, WrongLoopError
+from .evaluation import Evaluation
+from .events import Event
+from .loader import Loaded
+from .sched.launch import Environment, LaunchError, launch_splits
+from .sched.state import (
+    Admit,
+    Cancel,
+    Captured,
+    Completed,
+    Failed,
+    Launch,
+    Launched,
+    Outcome,
+    Release,
+    Resolve,
+    RunState,
+    Stimulus,
+    Submit,
+    Watch,
+)
+from .statistics import BusyClock
+
+__all__ = ["Runner"]
+
+YIELD_S = 5e-4
+"""Let other tasks of the loop run after this long of evaluations that never had to wait."""
+
+
+class _Run:
+    """What the runner knows of one evaluation."""
+
+    __slots__ = ("admitted", "captured", "ends", "env", "evaluation", "events", "loaded", "released", "values")
+
+    def __init__(self, evaluation: Evaluation, loaded: Loaded, values: Sequence[Any]) -> None:
+        self.evaluation = evaluation
+        self.loaded = loaded
+        self.values = values
+        self.env = Environment(loaded.plan.n_slots, len(loaded.splits))
+        self.captured = False
+        self.ends: dict[int, float] = {}
+        self.admitted: asyncio.Future[None] | None = None
+        self.released: Event | None = None
+        self.events: list[Event] | None = None
+
+
+class Runner:
+    """Runs evaluations of loaded plans, at most `n_copies` at the same time.
+
+    Args:
+        n_copies: how many slots there are.
+        busy: told when each split began and ended, if somebody wants to know.
+    """
+
+    def __init__(self, n_copies: int, busy: BusyClock | None = None) -> None:
+        self.state = RunState(n_copies)
+        self.n_submitted = 0
+        self.closed = False
+        self._busy = busy
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._runs: dict[int, _Run] = {}
+        self._lanes: dict[tuple[Any, ...], Lane] = {}
+        self._inline = InlineLane()
+        self._capture_lane = ThreadLane("capture")
+        self._messages: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._awake = False
+        self._stimuli: deque[Stimulus] = deque()
+        self._feeding = False
+        self._burst_began = -1.0
+
+    # -- callers ------------------------------------------------------------------------------
+
+    def enter(self) -> asyncio.AbstractEventLoop:
+        """Bind to the running loop.
+
+        Raises:
+            BackendClosedError: closed already.
+            WrongLoopError: bound to another loop.
+        """
+        if self.closed:
+            raise BackendClosedError("this scheduler is closed: make a new one")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise WrongLoopError("this scheduler belongs to another event loop: make one scheduler for each loop")
+        return loop
+
+    async def submit(self, loaded: Loaded, values: Sequence[Any]) -> Evaluation:
+        """Submit an evaluation and wait until it has a slot and its inputs are captured."""
+        loop = self.enter()
+        evaluation = Evaluation(self.n_submitted, loaded.plan.graph.name, loop, self.cancel, self.split_events, len(loaded.splits))
+        self.n_submitted += 1
+        run = self._runs[evaluation.id] = _Run(evaluation, loaded, values)
+        self._feed(Submit(evaluation.id, loaded.depends))
+        if not run.captured:
+            run.admitted = loop.create_future()
+            try:
+                await run.admitted
+            except asyncio.CancelledError:
+                evaluation.cancel()
+                raise
+        elif evaluation._done:
+            await self._share_the_loop(loop)
+        return evaluation
+
+    async def _share_the_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Evaluations that end at once would never let another task run: step back now and then."""
+        now = time.monotonic()
+        if self._burst_began < 0:
+            self._burst_began = now
+            loop.call_soon(self._end_burst)
+        elif now - self._burst_began > YIELD_S:
+            await asyncio.sleep(0)
+
+    def _end_burst(self) -> None:
+        self._burst_began = -1.0
+
+    def cancel(self, evaluation: int) -> bool:
+        """Cancel an evaluation; False when it is done already."""
+        run = self._runs.get(evaluation)
+        if run is None or run.evaluation._done:
+            return False
+        self._feed(Cancel(evaluation))
+        return True
+
+    def cancel_all(self) -> None:
+        """Cancel whatever is not done."""
+        for evaluation in list(self._runs):
+            self.cancel(evaluation)
+
+    def split_events(self, evaluation: int) -> Sequence[Event] | None:
+        """One event for each split of an evaluation; None when it is gone, so that all have happened."""
+        run = self._runs.get(evaluation)
+        if run is None:
+            return None
+        if run.events is None:
+            run.events = [run.evaluation._split_event(i) for i in range(len(run.loaded.splits))]
+            for split, marker in enumerate(run.env.markers):
+                if marker is not None:
+                    self._watch_split(run, split)
+        return tuple(run.events)
+
+    async def synchronize(self) -> None:
+        """Wait until everything that was submitted so far has finished on its devices."""
+        for run in list(self._runs.values()):
+            if run.released is None:
+                run.released = Event(f"end of evaluation {run.evaluation.id}")
+            await run.released.wait()
+
+    def close_lanes(self) -> None:
+        """End every thread. Blocks for as long as a job that is under way."""
+        self._capture_lane.close()
+        for lane in self._lanes.values():
+            lane.close()
+
+    def lane_for(self, backend: Backend, *, own: bool, inline: bool) -> Lane:
+        """The lane for a backend: inline, its own, or the one of its client; each made once."""
+        if inline:
+            return self._inline
+        key = (backend.name,) if own else ("shared", backend.device.props.client)
+        if key not in self._lanes:
+            self._lanes[key] = backend.make_lane(own=own)
+        return self._lanes[key]
+
+    # -- the door to the state ----------------------------------------------------------------
+
+    def _feed(self, stimulus: Stimulus) -> None:
+        """Give the state a stimulus and carry out what follows, until nothing follows.
+
+        A stimulus that comes while instructions are carried out (somebody's callback cancels)
+        takes its turn.
+        """
+        stimuli = self._stimuli
+        stimuli.append(stimulus)
+        if self._feeding:
+            return
+        self._feeding = True
+        handle, carry_out = self.state.handle, self._carry_out
+        try:
+            while stimuli:
+                for instruction in handle(stimuli.popleft()):
+                    answer = carry_out[type(instruction)](self, instruction)
+                    if answer is not None:
+                        stimuli.append(answer)
+        finally:
+            self._feeding = False
+
+    def _post(self, action: Callable[..., None], *args: Any) -> None:
+        """Have the loop call ``action(*args)``; from any thread."""
+        self._messages.append((action, args))
+        if not self._awake:
+            self._awake = True
+            loop = self._loop
+            assert loop is not None
+            try:
+                loop.call_soon_threadsafe(self._read_messages)
+            except RuntimeError:
+                if not loop.is_closed():  # a closed loop has nobody left to tell
+                    raise
+
+    def _read_messages(self) -> None:
+        # Lowered before reading: a message that comes after the last look wakes the loop again.
+        self._awake = False
+        messages = self._messages
+        while messages:
+            action, args = messages.popleft()
+            action(*args)
+
+    # -- instructions; each returns the answer, or None when it comes later ---------------------
+
+    def _admit(self, instruction: Admit) -> Stimulus | None:
+        run = self._runs[instruction.evaluation]
+        run.evaluation.copy_id = instruction.copy_id
+        if run.loaded.capture_inline:
+            return self._captured(run, self._capture(run))
+
+        def job() -> None:
+            error = self._capture(run)
+            self._post(lambda: self._feed(self._captured(run, error)))
+
+        self._capture_lane.post(job)
+        return None
+
+    @staticmethod
+    def _capture(run: _Run) -> Exception | None:
+        try:
+            run.loaded.capture(run.evaluation.copy_id, run.values, run.env.slots)
+        except Exception as error:
+            return error
+        return None
+
+    @staticmethod
+    def _captured(run: _Run, error: Exception | None) -> Stimulus:
+        run.captured = True
+        run.values = ()
+        if run.admitted is not None and not run.admitted.done():
+            run.admitted.set_result(None)
+        if error is not None:
+            return Failed(run.evaluation.id, -1, error)
+        return Captured(run.evaluation.id)
+
+    def _launch(self, instruction: Launch) -> Stimulus | None:
+        run = self._runs[instruction.evaluation]
+        segment = instruction.segment
+        lane = run.loaded.lanes[segment]
+        if type(lane) is InlineLane:
+            error = self._launch_segment(run, segment)
+            return self._launched(run, segment, error)
+
+        def job() -> None:
+            error = self._launch_segment(run, segment)
+            self._post(lambda: self._feed(self._launched(run, segment, error)))
+
+        lane.post(job)
+        return None
+
+    def _launch_segment(self, run: _Run, segment: int) -> LaunchError | None:
+        splits = run.loaded.segment_splits[segment]
+        try:
+            if self._busy is None:
+                launch_splits(splits, run.env)
+            else:
+                for split in splits:
+                    began = split.backend.now()
+                    launch_splits((split,), run.env)
+                    depends = run.loaded.plan.splits[split.index].depends
+                    self._busy.watch(split.backend, run.env.markers[split.index], began, run.ends, split.index, depends)
+        except LaunchError as error:
+            return error
+        return None
+
+    def _launched(self, run: _Run, segment: int, error: LaunchError | None) -> Stimulus:
+        if run.events is not None:
+            for split in run.loaded.segment_splits[segment]:
+                if run.env.markers[split.index] is not None:
+                    self._watch_split(run, split.index)
+        if error is not None:
+            assert isinstance(error.__cause__, Exception)
+            return Failed(run.evaluation.id, segment, self._evaluation_error(run, error.split, error.__cause__))
+        return Launched(run.evaluation.id, segment)
+
+    def _watch(self, instruction: Watch) -> Stimulus | None:
+        run = self._runs[instruction.evaluation]
+        markers = run.env.markers
+        groups = [(backend, [markers[i] for i in indices]) for backend, indices in run.loaded.sinks]
+        if any(marker is None for _, group in groups for marker in group):
+            return self._drain(run)  # not everything was launched
+        if all(backend.all_ready(group) and backend.error_of(group) is None for backend, group in groups):
+            return Completed(run.evaluation.id)
+        self._wait_for(run, groups, self._completed)
+        return None
+
+    def _drain(self, run: _Run) -> Stimulus | None:
+        """Wait for whatever was launched of an evaluation that will launch no more."""
+        groups: dict[str, tuple[Backend, list[Any]]] = {}
+        for split, marker in zip(run.loaded.splits, run.env.markers, strict=True):
+            if marker is not None:
+                groups.setdefault(split.backend.name, (split.backend, []))[1].append(marker)
+        if not groups:
+            return Completed(run.evaluation.id)
+        self._wait_for(run, list(groups.values()), lambda run, _: self._feed(Completed(run.evaluation.id)))
+        return None
+
+    def _wait_for(
+        self,
+        run: _Run,
+        groups: Sequence[tuple[Backend, Sequence[Any]]],
+        then: Callable[[_Run, BaseException | None], None],
+    ) -> None:
+        """Call ``then(run, first error)`` on the loop when every group is ready."""
+        left = len(groups)
+        first: BaseException | None = None
+
+        def one_is_ready(error: BaseException | None) -> None:  # on the loop, so never two at once
+            nonlocal left, first
+            left -= 1
+            first = first or error
+            if not left:
+                then(run, first)
+
+        for backend, group in groups:
+            backend.notify(group, lambda error: self._post(one_is_ready, error))
+
+    def _completed(self, run: _Run, error: BaseException | None) -> None:
+        if error is None:
+            self._feed(Completed(run.evaluation.id))
+            return
+
+        # The sinks inherit the error of the split that failed: look at every split, first one first.
+        found: dict[int, BaseException] = {}
+        left = len(run.loaded.splits)
+
+        def one_is_known(split: int, error: BaseException | None) -> None:
+            nonlocal left
+            left -= 1
+            if error is not None:
+                found[split] = error
+            if not left:
+                guilty = min(found) if found else run.loaded.plan.sinks[0]
+                cause = found.get(guilty, error)
+                assert cause is not None
+                self._feed(Completed(run.evaluation.id, self._evaluation_error(run, guilty, cause)))
+
+        for split, marker in zip(run.loaded.splits, run.env.markers, strict=True):
+            index = split.index
+            split.backend.notify(
+                (marker,), lambda error, index=index: self._post(one_is_known, index, error)  # type: ignore[misc]
+            )
+
+    def _resolve(self, instruction: Resolve) -> None:
+        run = self._runs[instruction.evaluation]
+        if run.admitted is not None and not run.admitted.done():
+            run.admitted.set_result(None)  # cancelled from elsewhere: awaiting the evaluation will say so
+        if instruction.outcome is Outcome.SUCCESS:
+            try:
+                run.evaluation._settle(result=run.loaded.result(run.env.slots))
+            except Exception as error:  # the user's own pytree node may raise
+                run.evaluation._settle(error=error)
+        elif instruction.outcome is Outcome.FAILED:
+            run.evaluation._settle(error=instruction.error)
+        else:
+            run.evaluation._settle(cancelled=True)
+
+    def _release(self, instruction: Release) -> None:
+        run = self._runs.pop(instruction.evaluation)
+        if run.events is not None:
+            for event in run.events:
+                event.set(run.evaluation._error or (asyncio.CancelledError() if run.evaluation.cancelled() else None))
+        if run.released is not None:
+            run.released.set()
+
+    _carry_out: dict[type, Callable[[Runner, Any], Stimulus | None]] = {
+        Admit: _admit,
+        Launch: _launch,
+        Watch: _watch,
+        Resolve: _resolve,
+        Release: _release,
+    }
+
+    # -- parts --------------------------------------------------------------------------------
+
+    def _watch_split(self, run: _Run, split: int) -> None:
+        assert run.events is not None
+        event = run.events[split]
+        backend = run.loaded.splits[split].backend
+        backend.notify((run.env.markers[split],), lambda error: self._post(event.set, error))
+
+    @staticmethod
+    def _evaluation_error(run: _Run, split: int, cause: BaseException) -> EvaluationError:
+        plan = run.loaded.plan
+        node = plan.graph.nodes[plan.splits[split].nodes[0]]
+        backend = run.loaded.splits[split].backend.name
+        error = EvaluationError(
+            f"evaluation {run.evaluation.id} of {plan.graph.name!r} failed in split {split} on {backend!r}, "
+            f"which begins with {node.op!r} at {node.source or 'an unknown line'}: {cause}",
+            split=split,
+            backend=backend,
+            node=node.name,
+            source=node.source,
+        )
+        error.__cause__ = cause
+        return error

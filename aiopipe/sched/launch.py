@@ -1,0 +1,95 @@
+"""Launching: what a lane does with a segment. Straight-line code over prepared lists.
+
+Runs on whatever thread the lane is. Holds no lock: an evaluation's environment is touched by one
+segment at a time, or by segments that write different slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..backend import Backend, Executable
+from .plan import LaunchList
+
+__all__ = ["BoundSplit", "Environment", "LaunchError", "launch_splits"]
+
+
+class LaunchError(Exception):
+    """Launching a split raised; `__cause__` is what it raised.
+
+    Attributes:
+        split: index of the split.
+    """
+
+    def __init__(self, split: int) -> None:
+        super().__init__(split)
+        self.split = split
+
+
+class Environment:
+    """The values of one evaluation.
+
+    Attributes:
+        slots: captured inputs, then values that cross a split boundary.
+        markers: for each split one of its results, kept to the end: the split's event.
+    """
+
+    __slots__ = ("markers", "slots")
+
+    def __init__(self, n_slots: int, n_splits: int) -> None:
+        self.slots: list[Any] = [None] * n_slots
+        self.markers: list[Any] = [None] * n_splits
+
+
+class BoundSplit:
+    """A split with its executable and weights: all that does not change between evaluations."""
+
+    __slots__ = ("backend", "call", "executable", "feeds", "frees", "index", "marker", "moves", "outputs", "template")
+
+    def __init__(
+        self, index: int, feed: LaunchList, executable: Executable, backend: Backend, weights: dict[int, Any], n_inputs: int
+    ) -> None:
+        self.index = index
+        self.backend = backend
+        self.executable = executable
+        self.call = executable.call
+        self.template: list[Any] = [None] * n_inputs
+        for position, tensor in feed.weights:
+            self.template[position] = weights[tensor]
+        self.feeds = feed.gather
+        self.moves = feed.moves
+        self.outputs = feed.outputs
+        self.frees = feed.frees
+        self.marker = feed.marker
+
+
+def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
+    """Launch splits in order; their results appear in the environment, not yet ready.
+
+    Raises:
+        LaunchError: one could not be launched; the ones before it are.
+    """
+    slots, markers = env.slots, env.markers
+    for split in splits:
+        try:
+            moves = split.moves
+            if moves:
+                if len(moves) == 1:
+                    read, fill = moves[0]
+                    slots[fill] = split.backend.transfer((slots[read],))[0]
+                else:
+                    moved = split.backend.transfer([slots[read] for read, _ in moves])
+                    for (_, fill), value in zip(moves, moved, strict=True):
+                        slots[fill] = value
+            operands = split.template.copy()
+            for position, slot in split.feeds:
+                operands[position] = slots[slot]
+            results = split.call(*operands)
+        except Exception as error:
+            raise LaunchError(split.index) from error
+        for slot, value in zip(split.outputs, results, strict=False):  # a token has no slot
+            slots[slot] = value
+        markers[split.index] = results[split.marker]
+        for slot in split.frees:
+            slots[slot] = None

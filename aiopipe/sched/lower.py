@@ -1,0 +1,56 @@
+"""Splits to programs: what the devices compile, each distinct one once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from ..devices.base import Program
+from ..graph import Graph
+from .split import Split
+
+__all__ = ["lower"]
+
+
+def lower(graph: Graph, splits: Sequence[Split], donate: Sequence[tuple[int, ...]]) -> tuple[Program, ...]:
+    """One program for each split, in order.
+
+    Args:
+        graph: what the splits are runs of.
+        splits: from `split_graph`.
+        donate: for each split the positions in its inputs that its outputs may take over.
+
+    Returns:
+        Programs; two splits that compute the same function of the same types have programs
+        with equal keys, so that a device compiles them once.
+    """
+    programs = []
+    tensors = graph.tensors
+    for split, donated in zip(splits, donate, strict=True):
+        nodes = tuple(graph.nodes[i] for i in split.nodes)
+        programs.append(
+            Program(
+                name=f"{graph.name}_{nodes[0].op}_{split.index}",
+                nodes=nodes,
+                inputs=tuple(tensors[t] for t in split.inputs),
+                outputs=tuple(tensors[t] for t in split.outputs),
+                donate=donated,
+                config=graph.config,
+                key=_key(graph, split, donated),
+            )
+        )
+    return tuple(programs)
+
+
+def _key(graph: Graph, split: Split, donated: tuple[int, ...]) -> Hashable:
+    """The split's structure with tensors numbered by first use, so that equal layers compare equal."""
+    number = {t: i for i, t in enumerate(split.inputs)}
+    body = []
+    for i in split.nodes:
+        node = graph.nodes[i]
+        operands = tuple(number[t] for t in node.inputs)
+        for t in node.outputs:
+            number[t] = len(number)
+        body.append((node.fn.signature(), operands))
+    tensors = graph.tensors
+    types = tuple((tensors[t].shape, tensors[t].dtype) for t in split.inputs)
+    return (types, tuple(body), tuple(number[t] for t in split.outputs), donated, graph.config)

@@ -1,0 +1,306 @@
+"""`Plan`: everything that is decided about a graph before it runs, as one frozen value.
+
+`make_plan` composes the passes (assign, split, alloc, lower) and adds the launch lists: for each
+split, which slots of an evaluation's environment its operands come from, what must be brought
+over first, and what may be let go afterwards. The environment of an evaluation is one flat list:
+first the captured inputs, then every value that crosses a split boundary, once for each backend
+that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..devices.base import Device, Program
+from ..graph import Graph, Kind
+from .alloc import BackendSize, backend_sizes, donations
+from .assign import Assignment, assign
+from .lower import lower
+from .split import HOST, Split, split_graph
+
+__all__ = ["LaunchList", "Plan", "Segment", "make_plan", "segments_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchList:
+    """How one split gets its operands and where its results go, as environment slots.
+
+    Attributes:
+        weights: (operand position, tensor id) of the weights.
+        gather: (operand position, environment slot) of the rest.
+        moves: (slot to read, slot to fill) of the values to bring to this backend first.
+        outputs: slots of the results, in order.
+        frees: slots whose value nobody needs after this split.
+        marker: which of its results shows that the split is done: the smallest, kept until the
+            evaluation ends. 0 also for a split that returns nothing but a token.
+    """
+
+    weights: tuple[tuple[int, int], ...]
+    gather: tuple[tuple[int, int], ...]
+    moves: tuple[tuple[int, int], ...]
+    outputs: tuple[int, ...]
+    frees: tuple[int, ...]
+    marker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Splits that one lane launches back to back.
+
+    Attributes:
+        lane: index of the lane.
+        splits: indices of the splits, in order.
+        depends: segments of other lanes that must have been launched before.
+    """
+
+    lane: int
+    splits: tuple[int, ...]
+    depends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A graph, cut and placed for some devices.
+
+    Attributes:
+        graph: what is evaluated; planning never changes it.
+        devices: in order of priority; a split's backend is an index into it.
+        assignment: which backend each tensor got, and why.
+        splits: runs of nodes, in the order in which they are launched.
+        programs: what each split compiles to.
+        launch_lists: how each split is fed.
+        used_inputs: positions in `graph.inputs` that are captured, in environment order.
+        n_slots: length of an evaluation's environment.
+        results: for each output ``("env", slot)``, ``("input", slot)`` or ``("weight", tensor id)``.
+        sinks: splits whose end means that every split has ended.
+        weights: for each backend the ids of the weights that its splits read.
+        sizes: bytes for each backend, without the compilers' temporaries.
+    """
+
+    graph: Graph
+    devices: tuple[Device, ...]
+    assignment: Assignment = field(repr=False)
+    splits: tuple[Split, ...]
+    programs: tuple[Program, ...] = field(repr=False)
+    launch_lists: tuple[LaunchList, ...] = field(repr=False)
+    used_inputs: tuple[int, ...]
+    n_slots: int
+    results: tuple[tuple[str, int], ...]
+    sinks: tuple[int, ...]
+    weights: tuple[frozenset[int], ...] = field(repr=False)
+    sizes: tuple[BackendSize, ...]
+
+    @property
+    def n_splits(self) -> int:
+        """How many splits there are."""
+        return len(self.splits)
+
+    @property
+    def copied_nbytes(self) -> int:
+        """Bytes that each evaluation moves between backends, the host's inputs not counted."""
+        return sum(c.nbytes for split in self.splits for c in split.copies if c.src != HOST)
+
+    def source_of(self, split: int) -> str:
+        """The user's source line of a split's first node."""
+        return self.graph.nodes[self.splits[split].nodes[0]].source
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+def make_plan(
+    graph: Graph,
+    devices: Sequence[Device],
+    *,
+    weights: Mapping[int, tuple[int, ...]] | None = None,
+    pins: Mapping[int, int] | None = None,
+    cut: Sequence[int] | None = None,
+) -> Plan:
+    """Plan a graph for some devices: assign, split, size, lower.
+
+    Args:
+        graph: the graph; not changed.
+        devices: in order of priority; the last is a host CPU.
+        weights: tensor id -> indices of the devices that already hold that weight.
+        pins: tensor id -> index of the device that the user wants it on.
+        cut: for each node the index of the device that `partition` chose.
+
+    Raises:
+        PlacementError: no device can run some op, or a pin asks for one that cannot.
+    """
+    assignment = assign(graph, devices, weights=weights or {}, pins=pins or {}, cut=cut)
+    splits = split_graph(graph, assignment)
+    props = [device.props for device in devices]
+    programs = lower(graph, splits, donations(graph, splits, props))
+    held: list[set[int]] = [set() for _ in devices]
+    for split in splits:
+        held[split.backend].update(t for t in split.inputs if graph.tensors[t].kind is Kind.WEIGHT)
+    frozen = tuple(frozenset(h) for h in held)
+    feed = _Feed(graph, splits, assignment)
+    return Plan(
+        graph=graph,
+        devices=tuple(devices),
+        assignment=assignment,
+        splits=splits,
+        programs=programs,
+        launch_lists=tuple(feed.launch_lists),
+        used_inputs=tuple(feed.used_inputs),
+        n_slots=feed.n_slots,
+        results=tuple(feed.results),
+        sinks=_sinks(splits),
+        weights=frozen,
+        sizes=backend_sizes(graph, splits, len(devices), weights=frozen),
+    )
+
+
+def _sinks(splits: Sequence[Split]) -> tuple[int, ...]:
+    feeding = {d for split in splits for d in split.depends}
+    return tuple(split.index for split in splits if split.index not in feeding)
+
+
+class _Feed:
+    """Numbers the environment's slots and writes the launch lists."""
+
+    def __init__(self, graph: Graph, splits: Sequence[Split], assignment: Assignment) -> None:
+        self.graph = graph
+        self.launch_lists: list[LaunchList] = []
+        self.used_inputs: list[int] = []
+        self.results: list[tuple[str, int]] = []
+        self.n_slots = 0
+        self._host: dict[int, int] = {}  # input tensor -> slot of its captured value
+        self._slots: dict[tuple[int, int], int] = {}  # (tensor, backend) -> slot
+        self._number_inputs(splits)
+        drafts = [self._draft(split) for split in splits]
+        self._collect_results(assignment)
+        self._finish(splits, drafts)
+
+    def _number_inputs(self, splits: Sequence[Split]) -> None:
+        read = {t for split in splits for t in split.inputs}
+        read.update(t.id for t in self.graph.outputs)
+        for position, tensor in enumerate(self.graph.inputs):
+            if tensor.id in read:
+                self._host[tensor.id] = self._new_slot()
+                self.used_inputs.append(position)
+
+    def _new_slot(self) -> int:
+        self.n_slots += 1
+        return self.n_slots - 1
+
+    def _draft(self, split: Split) -> LaunchList:
+        moves = []
+        for copy in split.copies:
+            read = self._host[copy.tensor] if copy.src == HOST else self._slots[copy.tensor, copy.src]
+            fill = self._slots[copy.tensor, split.backend] = self._new_slot()
+            moves.append((read, fill))
+        weights, gather = [], []
+        for position, t in enumerate(split.inputs):
+            if self.graph.tensors[t].kind is Kind.WEIGHT:
+                weights.append((position, t))
+            else:
+                gather.append((position, self._slots[t, split.backend]))
+        outputs = []
+        for t in split.outputs:
+            slot = self._slots[t, split.backend] = self._new_slot()
+            outputs.append(slot)
+        sizes = [self.graph.tensors[t].nbytes for t in split.outputs]
+        marker = sizes.index(min(sizes)) if sizes else 0
+        return LaunchList(tuple(weights), tuple(gather), tuple(moves), tuple(outputs), (), marker)
+
+    def _collect_results(self, assignment: Assignment) -> None:
+        made_by = self.graph.producers()
+        for tensor in self.graph.outputs:
+            if tensor.kind is Kind.WEIGHT:
+                self.results.append(("weight", tensor.id))
+            elif tensor.kind is Kind.INPUT:
+                self.results.append(("input", self._host[tensor.id]))
+            else:
+                home = assignment.node_backend[made_by[tensor.id]]
+                self.results.append(("env", self._slots[tensor.id, home]))
+
+    def _finish(self, splits: Sequence[Split], drafts: Sequence[LaunchList]) -> None:
+        last_use: dict[int, int] = {}
+        for index, draft in enumerate(drafts):
+            for slot in draft.outputs:
+                last_use[slot] = index
+            for read, fill in draft.moves:
+                last_use[read] = last_use[fill] = index
+            for _, slot in draft.gather:
+                last_use[slot] = index
+        for kind, slot in self.results:
+            if kind != "weight":
+                last_use.pop(slot, None)
+        frees: list[list[int]] = [[] for _ in drafts]
+        for slot, index in last_use.items():
+            frees[index].append(slot)
+        for draft, free in zip(drafts, frees, strict=True):
+            self.launch_lists.append(
+                LaunchList(draft.weights, draft.gather, draft.moves, draft.outputs, tuple(free), draft.marker)
+            )
+
+
+def segments_of(splits: Sequence[Split], lane_of: Sequence[int]) -> tuple[Segment, ...]:
+    """Group splits that one lane can launch back to back.
+
+    A split joins its lane's newest segment unless that would make the segment wait for another
+    lane longer than it does anyway.
+
+    Args:
+        splits: in launch order.
+        lane_of: for each backend the index of its lane.
+    """
+    made: list[tuple[int, list[int], set[int]]] = []
+    newest: dict[int, int] = {}
+    home: list[int] = []
+    for split in splits:
+        lane = lane_of[split.backend]
+        depends = {home[d] for d in split.depends if made[home[d]][0] != lane}
+        current = newest.get(lane)
+        if current is not None and depends <= made[current][2]:
+            made[current][1].append(split.index)
+        else:
+            if current is not None:
+                depends.add(current)  # one lane launches in order
+            current = newest[lane] = len(made)
+            made.append((lane, [split.index], depends))
+        home.append(current)
+    return tuple(Segment(lane, tuple(indices), tuple(sorted(depends))) for lane, indices, depends in made)
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if n < 1000 or unit == "GB":
+            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.1f} {unit}"
+        n /= 1000
+    raise AssertionError("unreachable")
+
+
+def _table(plan: Plan) -> str:
+    """Splits, backends, nodes, inputs, bytes moved, causes; then bytes for each backend."""
+    tensors, graph = plan.graph.tensors, plan.graph
+    rows = [("split", "backend", "nodes", "from", "inputs", "moved", "weights", "causes")]
+    for split in plan.splits:
+        causes: dict[str, int] = {}
+        for i in split.nodes:
+            cause = "recomputed" if i in split.recomputed else plan.assignment.node_cause[i]
+            causes[cause] = causes.get(cause, 0) + 1
+        held = [t for t in split.inputs if tensors[t].kind is Kind.WEIGHT]
+        rows.append(
+            (
+                f"#{split.index}",
+                plan.devices[split.backend].name,
+                str(len(split.nodes)),
+                graph.nodes[split.nodes[0]].source or graph.nodes[split.nodes[0]].name,
+                str(len(split.inputs) - len(held)),
+                _bytes(sum(c.nbytes for c in split.copies)),
+                f"{len(held)} ({_bytes(sum(tensors[t].nbytes for t in held))})",
+                " ".join(f"{cause}:{n}" for cause, n in sorted(causes.items(), key=lambda item: -item[1])),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [f"plan of {graph.name!r}: {len(graph.nodes)} nodes, {plan.n_splits} splits"]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for device, size in zip(plan.devices, plan.sizes, strict=True):
+        temp = f", temporaries {_bytes(size.temp_nbytes)}" if size.temp_nbytes else ""
+        lines.append(f"{device.name}: weights {_bytes(size.weights_nbytes)}, each copy {_bytes(size.copy_nbytes)}{temp}")
+    return "\n".join(lines)

@@ -1,0 +1,94 @@
+"""Streams: many batches through one graph, results in order, never more in flight than asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
+
+from .evaluation import Evaluation
+
+__all__ = ["stream_in_order"]
+
+Submit = Callable[[tuple[Any, ...]], Awaitable[Evaluation]]
+
+
+async def stream_in_order(
+    submit: Submit, batches: Iterable[Any] | AsyncIterable[Any], window: int
+) -> AsyncIterator[Any]:
+    """Submit every batch, yield the results in order.
+
+    Args:
+        submit: starts an evaluation of one batch's inputs; waits for admission.
+        batches: a tuple is the inputs of one evaluation, anything else its only input. An async
+            iterable is read ahead by a task of its own, so that a result that is ready does not wait
+            for the next batch to arrive.
+        window: how many evaluations to keep in flight.
+
+    Leaving the loop early cancels what is in flight, submits nothing more, and closes `batches` if
+    it is an async generator.
+    """
+    if isinstance(batches, AsyncIterable):
+        source = _read_ahead(submit, batches, window)
+    else:
+        source = _in_step(submit, batches, window)
+    try:
+        async for result in source:
+            yield result
+    finally:
+        await source.aclose()
+
+
+def _inputs(batch: Any) -> tuple[Any, ...]:
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+async def _in_step(submit: Submit, batches: Iterable[Any], window: int) -> AsyncGenerator[Any, None]:
+    pending: deque[Evaluation] = deque()
+    try:
+        for batch in batches:
+            pending.append(await submit(_inputs(batch)))
+            if len(pending) >= window:
+                yield await pending.popleft()
+        while pending:
+            yield await pending.popleft()
+    finally:
+        for evaluation in pending:
+            evaluation.cancel()
+
+
+async def _read_ahead(submit: Submit, batches: AsyncIterable[Any], window: int) -> AsyncGenerator[Any, None]:
+    pending: asyncio.Queue[Evaluation | None] = asyncio.Queue()
+    room = asyncio.Semaphore(window)  # bounds results that nobody has taken yet, too
+
+    async def read() -> None:
+        iterator = aiter(batches)
+        try:
+            while True:
+                await room.acquire()
+                try:
+                    batch = await anext(iterator)
+                except StopAsyncIteration:
+                    return
+                pending.put_nowait(await submit(_inputs(batch)))
+        finally:
+            pending.put_nowait(None)
+            close = getattr(iterator, "aclose", None)
+            if close is not None:
+                await close()
+
+    reader = asyncio.get_running_loop().create_task(read(), name="aiopipe stream")
+    try:
+        while (evaluation := await pending.get()) is not None:
+            result = await evaluation
+            room.release()
+            yield result
+        await reader  # raises what the batches or a submit raised
+    finally:
+        reader.cancel()
+        await asyncio.wait([reader])
+        while not pending.empty():
+            evaluation = pending.get_nowait()
+            if evaluation is not None:
+                evaluation.cancel()
