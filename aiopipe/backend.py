@@ -234,7 +234,7 @@ class Backend(ABC):
     def check_open(self) -> None:
         """Raise `BackendClosedError` after `aclose`."""
         if self.closed:
-            raise BackendClosedError(f"backend {self.name!r} is closed: open a new one with open_backend({self.name!r})")
+            raise BackendClosedError(f"backend {self.name!r} is closed: open it again, open_backend({self.name!r})")
 
     @abstractmethod
     async def synchronize(self) -> None:

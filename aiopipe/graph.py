@@ -10,13 +10,16 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from .errors import TensorError
 
-__all__ = ["CHEAP_OPS", "VIEW_OPS", "Graph", "GraphBuilder", "Kind", "Node", "Op", "Tensor"]
+__all__ = ["CHEAP_OPS", "VIEW_OPS", "Graph", "GraphBuilder", "Kind", "Node", "Op", "PerGraph", "Tensor"]
+
+T = TypeVar("T")
 
 VIEW_OPS = frozenset(
     {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "copy_p", "bitcast_convert_type"}
@@ -149,6 +152,7 @@ class Graph:
         unflatten_outputs: turns values of `outputs` into what the function returns.
         config: JAX settings in force when the function was traced, re-entered when it is compiled.
         uid: a number that no other graph of this process has.
+        attached: what `PerGraph` keeps; no part of the value.
     """
 
     name: str
@@ -161,6 +165,7 @@ class Graph:
     unflatten_outputs: Callable[[Sequence[Any]], Any] = field(default=_single, repr=False)
     config: Any = field(default=None, repr=False)
     uid: int = field(default_factory=lambda: next(_uids))
+    attached: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
@@ -182,6 +187,7 @@ class Graph:
             weights=renewed(self.weights),
             outputs=renewed(self.outputs),
             uid=next(_uids),
+            attached={},
         )
 
     def producers(self) -> list[int]:
@@ -191,6 +197,40 @@ class Graph:
             for out in node.outputs:
                 made_by[out] = node.index
         return made_by
+
+
+class PerGraph(Generic[T]):
+    """Something for each graph that dies with the graph, even where it refers to it.
+
+    (A `weakref.WeakKeyDictionary` would keep a graph alive whose value refers to it.)
+    """
+
+    def __init__(self) -> None:
+        self._key = object()
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+
+    def get(self, graph: Graph) -> T | None:
+        """What there is for a graph."""
+        return graph.attached.get(self._key)
+
+    def put(self, graph: Graph, value: T) -> None:
+        """Keep a value for a graph."""
+        graph.attached[self._key] = value
+        self._graphs.add(graph)
+
+    def drop(self, graph: Graph) -> None:
+        """Forget a graph's value, if there is one."""
+        graph.attached.pop(self._key, None)
+        self._graphs.discard(graph)
+
+    def values(self) -> list[T]:
+        """The values of all graphs that are alive."""
+        return [graph.attached[self._key] for graph in self._graphs]
+
+    def clear(self) -> None:
+        """Forget all."""
+        for graph in list(self._graphs):
+            self.drop(graph)
 
 
 class GraphBuilder:
@@ -219,7 +259,14 @@ class GraphBuilder:
         return tid
 
     def weight(
-        self, name: str, shape: Sequence[int], dtype: str, nbytes: int, *, source: Any = None, buffers: tuple[Any, ...] = ()
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str,
+        nbytes: int,
+        *,
+        source: Any = None,
+        buffers: tuple[Any, ...] = (),
     ) -> int:
         """Add a weight; return its tensor id."""
         tid = self._add(name, shape, dtype, nbytes, Kind.WEIGHT, source=source, buffers=buffers)
@@ -270,7 +317,7 @@ class GraphBuilder:
                 t = tensors[tid]
                 if t.kind is Kind.NODE and tid not in named:
                     named.add(tid)
-                    tensors[tid] = Tensor(t.id, name, t.shape, t.dtype, t.kind, t.nbytes, t.view_src, t.source, t.buffers)
+                    tensors[tid] = replace(t, name=name)
         n_inputs = len(self._inputs)
 
         def flatten(args: tuple[Any, ...]) -> Sequence[Any]:

@@ -16,6 +16,7 @@ import anyio.to_thread
 import numpy as np
 
 from .backend import Backend, Executable, Lane
+from .devices.base import Program
 from .errors import AiopipeError
 from .graph import Graph, Tensor
 from .sched.alloc import backend_sizes, check_memory
@@ -80,7 +81,7 @@ class Loaded:
         self.backends = tuple(backends)
         self.uploads: list[_Upload] = []
         bound = [
-            BoundSplit(split.index, feed, executable, backends[split.backend], weights[split.backend], len(split.inputs))
+            BoundSplit(split, feed, executable, backends[split.backend], weights[split.backend])
             for split, feed, executable in zip(plan.splits, plan.launch_lists, executables, strict=True)
         ]
         self.splits = tuple(bound)
@@ -247,9 +248,9 @@ class Loader:
         return loaded
 
     async def _compile(self, plan: Plan, backends: Sequence[Backend]) -> list[Executable]:
-        wanted = [(program.key, backends[s.backend].name) for program, s in zip(plan.programs, plan.splits, strict=True)]
+        wanted = [(p.key, backends[s.backend].name) for p, s in zip(plan.programs, plan.splits, strict=True)]
         found: dict[tuple[Hashable, str], Executable] = {}
-        missing = {}
+        missing: dict[tuple[Hashable, str], tuple[Program, Backend]] = {}
         for key, program, split in zip(wanted, plan.programs, plan.splits, strict=True):
             executable = self._executables.get(key)
             if executable is not None:
@@ -275,7 +276,9 @@ class Loader:
             raise _first(errors) from None
         return [found[key] for key in wanted]
 
-    async def _place(self, plan: Plan, backend: Backend, ids: frozenset[int], uploads: list[_Upload]) -> dict[int, Any]:
+    async def _place(
+        self, plan: Plan, backend: Backend, ids: frozenset[int], uploads: list[_Upload]
+    ) -> dict[int, Any]:
         """Values of weights on a backend; uploads what it does not hold, once for all plans."""
         held: dict[int, Any] = {}
         missing: list[Tensor] = []

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from .backend import Backend, InlineLane, Lane, ThreadLane
 from .errors import BackendClosedError, EvaluationError, WrongLoopError
@@ -105,7 +105,8 @@ class Runner:
     async def submit(self, loaded: Loaded, values: Sequence[Any]) -> Evaluation:
         """Submit an evaluation and wait until it has a slot and its inputs are captured."""
         loop = self.enter()
-        evaluation = Evaluation(self.n_submitted, loaded.plan.graph.name, loop, self.cancel, self.split_events, len(loaded.splits))
+        name, n_splits = loaded.plan.graph.name, len(loaded.splits)
+        evaluation = Evaluation(self.n_submitted, name, loop, self.cancel, self.split_events, n_splits)
         self.n_submitted += 1
         run = self._runs[evaluation.id] = _Run(evaluation, loaded, values)
         self._feed(Submit(evaluation.id, loaded.depends))
@@ -386,7 +387,7 @@ class Runner:
         if run.released is not None:
             run.released.set()
 
-    _carry_out: dict[type, Callable[[Runner, Any], Stimulus | None]] = {
+    _carry_out: ClassVar[dict[type, Callable[[Runner, Any], Stimulus | None]]] = {
         Admit: _admit,
         Launch: _launch,
         Watch: _watch,
@@ -415,5 +416,6 @@ class Runner:
             node=node.name,
             source=node.source,
         )
-        error.__cause__ = cause
+        # Without its traceback: those frames are ours, and would keep the evaluation's arrays alive.
+        error.__cause__ = cause.with_traceback(None)
         return error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
 from typing import Any
 
 from .evaluation import Evaluation
@@ -16,7 +16,7 @@ Submit = Callable[[tuple[Any, ...]], Awaitable[Evaluation]]
 
 async def stream_in_order(
     submit: Submit, batches: Iterable[Any] | AsyncIterable[Any], window: int
-) -> AsyncIterator[Any]:
+) -> AsyncGenerator[Any, None]:
     """Submit every batch, yield the results in order.
 
     Args:

@@ -8,7 +8,6 @@ arrays, in order, and calls back.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import anyio
 import jax
 import numpy as np
 
-from .. import _jax
+from .. import _jax, _jax_types
 from ..backend import Backend, Dispatch, Executable, Lane, ThreadLane
 from ..devices.base import BufferType, Device, DeviceProps, DeviceType, Program
 from ..errors import PlacementError
@@ -33,13 +32,19 @@ INLINE_FLOPS = 1000
 INLINE_NBYTES = 1 << 17
 """A computation that XLA runs in the caller may touch this much memory and still count as instant."""
 
-_SLOW_OPS = frozenset({"eig", "eigh", "svd", "qr", "lu", "cholesky", "schur", "sort", "fft", "while", "scan", "custom_call"})
+_SLOW_OPS = frozenset({"cholesky", "eig", "eigh", "fft", "lu", "qr", "schur", "sort", "svd", "triangular_solve"})
 """Ops whose cost XLA's flop count does not show."""
 
 _CPU_ONLY_OPS = frozenset({"eig", "schur"})
 """Ops that JAX implements on the CPU alone."""
 
-_TYPES = {"cpu": DeviceType.CPU, "gpu": DeviceType.GPU, "cuda": DeviceType.GPU, "rocm": DeviceType.GPU, "tpu": DeviceType.TPU}
+_TYPES = {
+    "cpu": DeviceType.CPU,
+    "gpu": DeviceType.GPU,
+    "cuda": DeviceType.GPU,
+    "rocm": DeviceType.GPU,
+    "tpu": DeviceType.TPU,
+}
 _SPEEDS = {DeviceType.CPU: (5e10, 1e10), DeviceType.GPU: (5e13, 1.5e12), DeviceType.TPU: (1e14, 1e12)}
 
 
@@ -75,7 +80,7 @@ class XlaDevice(Device):
 
 
 def _index_of(device: jax.Device) -> int:
-    return jax.local_devices(backend=device.platform).index(device)
+    return list(jax.local_devices(backend=device.platform)).index(device)
 
 
 def _memory_nbytes(device: jax.Device) -> int | None:
@@ -142,10 +147,10 @@ class XlaBackend(Backend):
         """`jax.device_put`, of a private copy where JAX would alias NumPy memory."""
         self.check_open()
         if not isinstance(value, jax.Array):
-            value = np.array(value, dtype=_jax.dtype_of(tensor.dtype), copy=True)
+            value = np.array(value, dtype=_jax_types.dtype_of(tensor.dtype), copy=True)
         elif value.devices() == {self.jax_device}:
             return value
-        return jax.block_until_ready(jax.device_put(value, self.jax_device))
+        return jax.device_put(value, self.jax_device).block_until_ready()
 
     def transfer(self, values: Sequence[Any]) -> Sequence[Any]:
         """Views of ready values where memory is shared; else asynchronous copies."""
@@ -184,8 +189,8 @@ class XlaBackend(Backend):
 
     def host_buffer(self, tensor: Tensor) -> Any:
         """An uninitialised NumPy array, aligned so that XLA reads it in place; None for PRNG keys."""
-        dtype = _jax.dtype_of(tensor.dtype)
-        if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        dtype = _jax_types.dtype_of(tensor.dtype)
+        if tensor.dtype.startswith("key<"):
             return None
         raw = np.empty(tensor.nbytes + 64, np.uint8)
         start = -raw.ctypes.data % 64
@@ -235,7 +240,7 @@ def _wait(values: Sequence[Any]) -> BaseException | None:
     first: BaseException | None = None
     for value in values:
         try:
-            jax.block_until_ready(value)
+            value.block_until_ready()
         except Exception as error:  # whatever the device raised goes to the caller of that evaluation
             first = first or error
     return first

@@ -6,11 +6,12 @@ segment at a time, or by segments that write different slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..backend import Backend, Executable
 from .plan import LaunchList
+from .split import Split
 
 __all__ = ["BoundSplit", "Environment", "LaunchError", "launch_splits"]
 
@@ -48,13 +49,13 @@ class BoundSplit:
     __slots__ = ("backend", "call", "executable", "feeds", "frees", "index", "marker", "moves", "outputs", "template")
 
     def __init__(
-        self, index: int, feed: LaunchList, executable: Executable, backend: Backend, weights: dict[int, Any], n_inputs: int
+        self, split: Split, feed: LaunchList, executable: Executable, backend: Backend, weights: Mapping[int, Any]
     ) -> None:
-        self.index = index
+        self.index = split.index
         self.backend = backend
         self.executable = executable
         self.call = executable.call
-        self.template: list[Any] = [None] * n_inputs
+        self.template: list[Any] = [None] * len(split.inputs)
         for position, tensor in feed.weights:
             self.template[position] = weights[tensor]
         self.feeds = feed.gather

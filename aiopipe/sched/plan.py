@@ -302,5 +302,6 @@ def _table(plan: Plan) -> str:
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for device, size in zip(plan.devices, plan.sizes, strict=True):
         temp = f", temporaries {_bytes(size.temp_nbytes)}" if size.temp_nbytes else ""
-        lines.append(f"{device.name}: weights {_bytes(size.weights_nbytes)}, each copy {_bytes(size.copy_nbytes)}{temp}")
+        weights, copy = _bytes(size.weights_nbytes), _bytes(size.copy_nbytes)
+        lines.append(f"{device.name}: weights {weights}, each copy {copy}{temp}")
     return "\n".join(lines)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import anyio
 import anyio.to_thread
 
 from ..backend import Backend, Lane, check_distinct, open_backend
 from ..errors import PlacementError
 from ..evaluation import Evaluation
-from ..graph import Graph, Tensor
+from ..graph import Graph, PerGraph, Tensor
 from ..loader import Loaded, Loader, weights_held
 from ..runner import Runner
 from ..statistics import BusyClock, Statistics
@@ -56,10 +56,10 @@ class Scheduler:
         self._runner = Runner(n_copies, self._busy)
         self._loader = Loader(on_progress)
         self.memory_limits = [_limit(backend, memory_limit) for backend in self.backends]
-        self._plans: weakref.WeakKeyDictionary[Graph, Loaded] = weakref.WeakKeyDictionary()
+        self._plans: PerGraph[Loaded] = PerGraph()
         self._loading: dict[Graph, asyncio.Task[Loaded]] = {}
-        self._pins: weakref.WeakKeyDictionary[Graph, dict[int, int]] = weakref.WeakKeyDictionary()
-        self._cuts: weakref.WeakKeyDictionary[Graph, Sequence[int]] = weakref.WeakKeyDictionary()
+        self._pins: PerGraph[dict[int, int]] = PerGraph()
+        self._cuts: PerGraph[Sequence[int]] = PerGraph()
         self._last_n_splits = 0
 
     @property
@@ -95,12 +95,12 @@ class Scheduler:
         """
         if not 0 <= tensor.id < len(graph.tensors) or graph.tensors[tensor.id] is not tensor:
             raise PlacementError(f"tensor {tensor.describe()} is not of graph {graph.name!r}: pin one of graph.tensors")
-        self._pins.setdefault(graph, {})[tensor.id] = self._index(backend)
-        self._plans.pop(graph, None)
+        self._pins.put(graph, {**(self._pins.get(graph) or {}), tensor.id: self._index(backend)})
+        self._plans.drop(graph)
 
     def get_tensor_backend(self, graph: Graph, tensor: Tensor) -> Backend | None:
         """The backend that a tensor is pinned to, or else planned on; None before either."""
-        pinned = self._pins.get(graph, {}).get(tensor.id)
+        pinned = (self._pins.get(graph) or {}).get(tensor.id)
         if pinned is not None:
             return self.backends[pinned]
         loaded = self._plans.get(graph)
@@ -113,8 +113,8 @@ class Scheduler:
 
     def set_cut(self, graph: Graph, node_backend: Sequence[int]) -> None:
         """Place a graph's nodes as `aiopipe.sched.partition.partition` chose. Drops the graph's plan."""
-        self._cuts[graph] = tuple(node_backend)
-        self._plans.pop(graph, None)
+        self._cuts.put(graph, tuple(node_backend))
+        self._plans.drop(graph)
 
     async def plan(self, graph: Graph) -> Plan:
         """Plan, compile and load a graph without running it; ``print(plan)`` shows it.
@@ -169,7 +169,7 @@ class Scheduler:
             in_flight=state.in_flight,
             waiting=state.waiting,
             n_copies=state.n_copies,
-            plans=len(self._plans),
+            plans=len(self._plans.values()),
             compiled=self._loader.n_compiled,
             copied_weights_nbytes=self._loader.copied_weights_nbytes,
             busy=self._busy.shares() if self._busy else {},
@@ -230,14 +230,14 @@ class Scheduler:
     async def _load_now(self, graph: Graph) -> Loaded:
         devices = [backend.device for backend in self.backends]
         held = weights_held(graph, self.backends)
-        pins, cut = dict(self._pins.get(graph, {})), self._cuts.get(graph)
+        pins, cut = self._pins.get(graph), self._cuts.get(graph)
         plan = await anyio.to_thread.run_sync(
             lambda: make_plan(graph, devices, weights=held, pins=pins, cut=cut), abandon_on_cancel=True
         )
         loaded = await self._loader.load(
             plan, self.backends, limits=self.memory_limits, n_copies=self.n_copies, lane_for=self._lane_for
         )
-        self._plans[graph] = loaded
+        self._plans.put(graph, loaded)
         self._last_n_splits = plan.n_splits
         return loaded
 
@@ -260,7 +260,7 @@ def _open(given: Sequence[Backend | str]) -> tuple[tuple[Backend, ...], list[Bac
         host = next((b.name for b in backends if b.device.is_host_cpu), None)
         if host is not None:
             raise PlacementError(
-                f"{host!r} comes before {backends[-1].name!r}: give the host CPU last, it is the one with the lowest priority"
+                f"{host!r} comes before {backends[-1].name!r}: give the host CPU last, its priority is the lowest"
             )
         backends.append(open_backend("cpu:0"))
         opened.append(backends[-1])

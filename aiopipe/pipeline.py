@@ -1,0 +1,261 @@
+"""`Pipeline`: a JAX function over several devices, in one line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import anyio.to_thread
+import jax
+
+from . import _jax, _jax_types
+from .backend import Backend
+from .errors import AiopipeError, BackendClosedError, PlacementError, TensorError, TraceError
+from .evaluation import Evaluation
+from .graph import Graph
+from .placement import place, upload_weight
+from .sched.partition import Partition, partition
+from .sched.plan import Plan
+from .sched.scheduler import Scheduler
+from .statistics import Statistics
+from .streaming import stream_in_order
+from .trace import trace
+
+__all__ = ["Pipeline"]
+
+Split = Literal["auto"] | Sequence[float] | Mapping[str, Any]
+
+
+class Pipeline:
+    """``model(params, *inputs)``, cut into contiguous parts, one for each device.
+
+    Args:
+        model: any JAX function of ``(params, *inputs)``.
+        params: a pytree of arrays.
+        devices: specs (``"cpu:0"``, ``"gpu:1"``) or backends, in the order of the parts.
+        n_copies: how many evaluations are in flight at most.
+        split: ``"auto"`` balances the estimated time; numbers, one for each device, are the
+            shares of it; a mapping from globs over the weights' paths to devices (or their specs)
+            places the weights, and the operations follow them.
+        memory_limit: bytes for each device, or a mapping from its name; see `Scheduler`.
+        max_plans: how many input shapes are kept ready; the one that was not used for longest goes.
+        timeline: record busy times, for `statistics().busy`.
+        on_progress: called with (compiled, to compile) while a new shape is compiled.
+
+    Each new combination of input shapes is traced and compiled once, off the event loop; known
+    shapes are served meanwhile.
+
+    Example::
+
+        async with ap.Pipeline(model, params, devices=["cpu:0", "cpu:1"]) as pipe:
+            y = await pipe(x)
+            async for y in pipe.stream(batches):
+                ...
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        params: Any,
+        *,
+        devices: Sequence[str | Backend],
+        n_copies: int = 4,
+        split: Split = "auto",
+        memory_limit: int | Mapping[str, int] | None = None,
+        max_plans: int = 64,
+        timeline: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        if isinstance(split, str) and split != "auto":
+            raise PlacementError(f"split={split!r}: expected 'auto', one number for each device, or a mapping")
+        if max_plans < 1:
+            raise ValueError(f"max_plans is {max_plans}, expected at least 1")
+        self._model = model
+        self._weights = params
+        self._devices = tuple(devices)
+        self._split: Split = split
+        self._max_plans = max_plans
+        self._n_copies = n_copies
+        self._memory_limit = memory_limit
+        self._timeline = timeline
+        self._on_progress = on_progress
+        self._scheduler: Scheduler | None = None
+        self._placed = False
+        self._placing = asyncio.Lock()
+        self._first: tuple[tuple[str, ...], Sequence[int]] | None = None
+        self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
+        self._tracing: dict[Hashable, asyncio.Task[Graph]] = {}
+        self._last: Graph | None = None
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler underneath.
+
+        Raises:
+            BackendClosedError: the pipeline is not open.
+        """
+        if self._scheduler is None:
+            raise BackendClosedError("this pipeline is not open: use it inside 'async with Pipeline(...) as pipe:'")
+        return self._scheduler
+
+    @property
+    def n_copies(self) -> int:
+        """How many evaluations are in flight at most."""
+        return self._n_copies
+
+    async def __call__(self, *inputs: Any) -> Any:
+        """``model(params, *inputs)``, its arrays ready.
+
+        Raises:
+            TraceError: the model cannot be traced for these inputs.
+            PlacementError, AllocationError: it fits no device.
+            EvaluationError: it failed on a device.
+        """
+        return await (await self.submit(*inputs))
+
+    async def submit(self, *inputs: Any) -> Evaluation:
+        """Start an evaluation; wait only for a free slot. Inputs may be changed afterwards."""
+        last = self._last
+        if last is not None:
+            try:
+                return await self.scheduler.submit(last, last.flatten_inputs(inputs))
+            except TensorError:
+                pass  # another shape than last time
+        graph = await self._graph_for(inputs)
+        return await self.scheduler.graph_compute_async(graph, *inputs)
+
+    def stream(self, batches: Iterable[Any] | AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
+        """Evaluate every batch; yield the results in order.
+
+        Args:
+            batches: any iterable or async iterable; a tuple is several inputs, anything else one.
+                An iterable is advanced on the event loop: give an async one where that takes long.
+        """
+        return stream_in_order(lambda inputs: self.submit(*inputs), batches, self.n_copies)
+
+    async def plan(self, *inputs: Any) -> Plan:
+        """The plan for inputs of these shapes (arrays or `jax.ShapeDtypeStruct`), compiled and loaded."""
+        return await self.scheduler.plan(await self._graph_for(inputs))
+
+    def statistics(self) -> Statistics:
+        """What has been done so far."""
+        return self.scheduler.statistics()
+
+    async def aclose(self, *, cancel: bool = False) -> None:
+        """Finish (or with `cancel` drop) what is in flight and end every thread. Idempotent."""
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is None:
+            return
+        for task in list(self._tracing.values()):
+            task.cancel()
+        await scheduler.aclose(cancel=cancel)
+        self._graphs.clear()
+        self._last = None
+
+    async def __aenter__(self) -> Pipeline:
+        if self._scheduler is not None or self._placed:
+            raise BackendClosedError("this pipeline was opened already: make a new one")
+        self._scheduler = Scheduler(
+            self._devices,
+            n_copies=self._n_copies,
+            memory_limit=self._memory_limit,
+            timeline=self._timeline,
+            on_progress=self._on_progress,
+        )
+        await self._scheduler.__aenter__()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        await self.aclose(cancel=kind is not None)
+
+    async def _graph_for(self, inputs: tuple[Any, ...]) -> Graph:
+        scheduler = self.scheduler
+        leaves, treedef = jax.tree.flatten(inputs)
+        key = (treedef, tuple(_jax_types.type_key(leaf) for leaf in leaves))
+        graph = self._graphs.get(key)
+        if graph is None:
+            task = self._tracing.get(key)
+            if task is None:
+                work = self._trace(scheduler, inputs, key)
+                task = asyncio.get_running_loop().create_task(work, name="aiopipe trace")
+                self._tracing[key] = task
+                task.add_done_callback(lambda _: self._tracing.pop(key, None))
+            graph = await asyncio.shield(task)
+        else:
+            self._graphs.move_to_end(key)
+        self._last = graph
+        return graph
+
+    async def _trace(self, scheduler: Scheduler, inputs: tuple[Any, ...], key: Hashable) -> Graph:
+        """Trace for new shapes, place the weights if nobody has yet, and have the plan compiled."""
+        specs = jax.tree.map(_jax_types.spec_of, inputs)  # the caller may change its arrays meanwhile
+        config = _jax.config_snapshot()
+
+        def work() -> Graph:
+            with _jax.config_context(config):
+                return trace(self._model, self._weights, *specs)
+
+        async with self._placing:  # the first shape places the weights for all
+            if not self._placed and isinstance(self._split, Mapping):
+                self._weights = await place(self._weights, self._placement(scheduler, self._split))
+                self._placed = True
+            try:
+                graph = await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
+            except AiopipeError:
+                raise
+            except Exception as error:
+                shapes = ", ".join(str(leaf) for leaf in jax.tree.leaves(specs))
+                raise TraceError(f"the model cannot be traced for inputs {shapes}: {error}") from error
+            if not isinstance(self._split, Mapping):
+                graph = await self._cut(scheduler, graph)
+        await scheduler.plan(graph)
+        self._graphs[key] = graph
+        while len(self._graphs) > self._max_plans:
+            self._graphs.popitem(last=False)
+        return graph
+
+    async def _cut(self, scheduler: Scheduler, graph: Graph) -> Graph:
+        """Give every node its device: balanced for the first shape, the same way for later ones."""
+        ops = tuple(node.op for node in graph.nodes)
+        if self._first is None:
+            part = await anyio.to_thread.run_sync(self._partition, scheduler, graph)
+            graph = await self._place_weights(scheduler, graph, part)
+            self._first = (ops, part.node_backend)
+        if self._first[0] == ops:
+            scheduler.set_cut(graph, self._first[1])
+        return graph  # a graph of other operations follows the weights, which stay where they are
+
+    def _partition(self, scheduler: Scheduler, graph: Graph) -> Partition:
+        n = len(self._devices)
+        devices = [backend.device for backend in scheduler.backends[:n]]
+        ratios = None if isinstance(self._split, (str, Mapping)) else list(self._split)
+        return partition(graph, devices, ratios=ratios, memory=scheduler.memory_limits[:n])
+
+    async def _place_weights(self, scheduler: Scheduler, graph: Graph, part: Partition) -> Graph:
+        """Upload each weight to the devices that read it; from then on the pipeline holds only those."""
+        leaves, treedef = jax.tree.flatten(self._weights)
+        held: dict[int, tuple[Any, ...]] = {}
+        host = (len(scheduler.backends) - 1,)
+        params = graph.weights[: len(leaves)]
+
+        def upload() -> list[Any]:
+            placed = []
+            for tensor, leaf in zip(params, leaves, strict=True):
+                backends = [scheduler.backends[i] for i in part.weights.get(tensor.id, host)]
+                placed.append(upload_weight(tensor.name, leaf, backends))
+                held[tensor.id] = placed[-1].buffers
+            return placed
+
+        self._weights = jax.tree.unflatten(treedef, await anyio.to_thread.run_sync(upload))
+        self._placed = True
+        return graph.with_buffers(held)
+
+    def _placement(self, scheduler: Scheduler, split: Mapping[str, Any]) -> dict[str, Any]:
+        def backend(target: Any) -> Any:
+            if isinstance(target, (list, tuple)):
+                return [backend(t) for t in target]
+            return next((b for b in scheduler.backends if target in (b, b.name)), target)
+
+        return {glob: backend(target) for glob, target in split.items()}

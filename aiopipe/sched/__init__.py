@@ -1,0 +1,1 @@
+"""Planning and running: the passes, the run state, and the asyncio shell."""

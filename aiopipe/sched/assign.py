@@ -1,0 +1,399 @@
+"""Assignment: which backend computes each node, where each leaf lives, and why.
+
+The passes and their causes are those of `ggml_backend_sched_split_graph` in ggml-backend.c
+(passes 1 to 3; `3.best` and `3.upg` from its newer versions). Each is one walk over the nodes.
+What differs: weights may be replicated or not placed yet, a value computed from weights alone
+counts as the weight it came from, and inputs are no place, since their bytes go from the host
+straight to whoever reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ..devices.base import Device
+from ..errors import PlacementError
+from ..graph import Graph, Kind, Node
+
+__all__ = ["Assignment", "assign"]
+
+_WGT = tuple(f"1.wgt{i}" for i in range(16))  # made once: one string for each cause, not for each node
+_NONE = -1  # no backend yet, or: decides nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Where everything is, and why.
+
+    Causes: ``usr`` pinned; ``part`` chosen by `partition`; ``1.vsrc`` a view beside its source;
+    ``1.inp`` an input, on the host; ``1.wgt`` a weight that a backend holds already;
+    ``1.wgt<i>`` beside the weight that is operand i; ``2.1`` to ``2.4`` the expansions;
+    ``3`` from the source, the consumer, or the first backend that can; ``3.best`` moved to the
+    first backend that has the op; ``3.upg`` moved from the last backend to where its operands are.
+
+    Attributes:
+        node_backend: for each node the index of its backend.
+        node_cause: for each node why.
+        leaf_backends: for each tensor id the backends where that leaf lives (a replicated weight
+            has several); empty for tensors that nodes make.
+        leaf_cause: for each tensor id why; "" for tensors that nodes make.
+    """
+
+    node_backend: tuple[int, ...]
+    node_cause: tuple[str, ...]
+    leaf_backends: tuple[tuple[int, ...], ...]
+    leaf_cause: tuple[str, ...]
+
+    def backends_of(self, graph: Graph, tensor: int) -> tuple[int, ...]:
+        """The backends where tensor id `tensor` lives or is made. Looks through the graph for a node's tensor."""
+        node = _maker(graph, tensor)
+        return self.leaf_backends[tensor] if node is None else (self.node_backend[node.index],)
+
+    def cause_of(self, graph: Graph, tensor: int) -> str:
+        """Why tensor id `tensor` is where it is. Looks through the graph for a node's tensor."""
+        node = _maker(graph, tensor)
+        return self.leaf_cause[tensor] if node is None else self.node_cause[node.index]
+
+
+def assign(
+    graph: Graph,
+    devices: Sequence[Device],
+    *,
+    weights: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    pins: Mapping[int, int] = MappingProxyType({}),
+    cut: Sequence[int] | None = None,
+) -> Assignment:
+    """Place every node and leaf of a graph.
+
+    Args:
+        graph: what to place; not changed.
+        devices: in order of priority; the last is the host CPU, which does not spread.
+        weights: tensor id -> backends that hold that weight already. A weight that is held by
+            several does not decide where its nodes run; one that is not here (or held by none) is
+            put beside its first consumer.
+        pins: tensor id -> backend that the user wants it on.
+        cut: for each node the backend chosen by `partition`, in place of passes 1 and 2.
+
+    Raises:
+        PlacementError: no backend has an op, a pin names one that lacks it, or an index is wrong.
+    """
+    if not devices:
+        raise PlacementError("got no devices; expected at least one, the last of them a host CPU")
+    placing = _Placing(graph, devices)
+    placing.check(weights, pins, cut)
+    placing.take_weights(weights)
+    placing.take_pins(pins)
+    placing.trace_weights()
+    if cut is not None:
+        placing.take_cut(cut)
+    else:
+        placing.from_weights()
+        placing.expand()
+        if placing.from_replicas():
+            placing.expand()
+    placing.settle()
+    placing.follow_consumers()
+    placing.place_leaves()
+    leaves = tuple(placing.leaf_backends), tuple(placing.leaf_cause)
+    return Assignment(tuple(placing.backend), tuple(placing.cause), *leaves)
+
+
+class _Placing:
+    """The lists that the passes fill; every method is one pass."""
+
+    def __init__(self, graph: Graph, devices: Sequence[Device]) -> None:
+        n_nodes, n_tensors = len(graph.nodes), len(graph.tensors)
+        self.graph = graph
+        self.devices = devices
+        self.last = len(devices) - 1
+        self.supports: list[Callable[[Node], bool]] = [device.supports_op for device in devices]
+        self.made_by = graph.producers()
+        self.is_view = [node.is_view for node in graph.nodes]
+        self.backend = [_NONE] * n_nodes
+        self.cause = [""] * n_nodes
+        self.lacking: set[int] = set()  # nodes whose weight, or cut, is on a backend that lacks their op
+        self.refused: set[int] = set()  # nodes that an expansion passed over because the backend lacks their op
+        self.floating: set[int] = set()  # nodes that nothing before them decides; they follow their consumer
+        self.leaf_backends: list[tuple[int, ...]] = [()] * n_tensors
+        self.leaf_cause = [""] * n_tensors
+        self.holder = [_NONE] * n_tensors  # backend of the weight that a tensor is, or comes from
+        self.replicas: dict[int, tuple[int, ...]] = {}  # the same where several hold it
+
+    # -- what the caller decided ---------------------------------------------------------------
+
+    def check(self, weights: Mapping[int, tuple[int, ...]], pins: Mapping[int, int], cut: Sequence[int] | None) -> None:
+        """Refuse indices that name no tensor or no backend."""
+        tensors, known = self.graph.tensors, range(len(self.devices))
+        for tid in (*weights, *pins):
+            if not 0 <= tid < len(tensors):
+                raise PlacementError(
+                    f"weights or pins name tensor {tid}, expected 0 to {len(tensors) - 1} (graph {self.graph.name!r})"
+                )
+        for tid, held in weights.items():
+            kind = tensors[tid].kind
+            if kind is Kind.INPUT or kind is Kind.NODE:
+                raise PlacementError(f"weights name {tensors[tid].describe()}, which is of kind {kind.value!r}: pin it")
+            for backend in held:
+                if backend not in known:
+                    raise self._no_such(backend, tensors[tid].describe())
+        for tid, backend in pins.items():
+            if backend not in known:
+                raise self._no_such(backend, f"the pin of {tensors[tid].describe()}")
+        if cut is not None and len(cut) != len(self.backend):
+            raise PlacementError(f"the cut has {len(cut)} backends, expected one for each of {len(self.backend)} nodes")
+        for backend in set(cut or ()):
+            if backend not in known:
+                raise self._no_such(backend, "the cut")
+
+    def take_weights(self, weights: Mapping[int, tuple[int, ...]]) -> None:
+        """Weights stay where they are held."""
+        for tid, held in weights.items():
+            if held:
+                self.leaf_backends[tid] = held if len(held) == 1 else tuple(dict.fromkeys(held))
+                self.leaf_cause[tid] = "1.wgt"
+
+    def take_pins(self, pins: Mapping[int, int]) -> None:
+        """``usr``: a pin decides before everything else."""
+        for tid, backend in pins.items():
+            index = self.made_by[tid]
+            if index < 0:
+                self.leaf_backends[tid] = (backend,)
+                self.leaf_cause[tid] = "usr"
+                continue
+            node = self.graph.nodes[index]
+            if self.backend[index] not in (_NONE, backend):
+                raise PlacementError(
+                    f"{self.graph.tensors[tid].describe()} is pinned to {self._name(backend)}, another output of "
+                    f"{node.name} ({node.source}) to {self._name(self.backend[index])}: pin both to one backend"
+                )
+            if not self.supports[backend](node):
+                able = [self._name(b) for b, supports in enumerate(self.supports) if supports(node)]
+                raise PlacementError(
+                    f"{self.graph.tensors[tid].describe()} is pinned to {self._name(backend)}, which lacks the op "
+                    f"{node.op} of {node.name} ({node.source}); "
+                    + (f"pin it to {' or '.join(able)}" if able else "no other backend has it either")
+                )
+            self.backend[index] = backend
+            self.cause[index] = "usr"
+
+    def take_cut(self, cut: Sequence[int]) -> None:
+        """``part``: the backends that `partition` chose."""
+        for node, chosen in zip(self.graph.nodes, cut, strict=True):
+            i = node.index
+            if self.backend[i] < 0 and self.supports[chosen](node):
+                self.backend[i], self.cause[i] = chosen, "part"
+            elif self.backend[i] < 0:
+                self.lacking.add(i)
+        self.floating.clear()
+
+    # -- pass 1 --------------------------------------------------------------------------------
+
+    def trace_weights(self) -> None:
+        """Follow weights through what is computed from them alone; find the nodes that float.
+
+        A node that reads nothing but weights that decide nothing (replicated, or not placed yet),
+        and a view of an input, could be anywhere: it is best where its result is read.
+        """
+        tensors, backend = self.graph.tensors, self.backend
+        constant = bytearray(len(tensors))  # 1: from weights alone; 2: from nothing at all
+        shows_input = bytearray(len(tensors))
+        for tid, tensor in enumerate(tensors):
+            if tensor.kind is Kind.INPUT:
+                shows_input[tid] = 1
+            elif tensor.kind is not Kind.NODE:
+                constant[tid] = 1
+                held = self.leaf_backends[tid]
+                if len(held) == 1:
+                    self.holder[tid] = held[0]
+                elif held:
+                    self.replicas[tid] = held
+        for node in self.graph.nodes:
+            inputs, i = node.inputs, node.index
+            for t in inputs:
+                if not constant[t]:
+                    break
+            else:
+                if not node.has_effect:
+                    self._trace_constant(node, constant)
+                continue
+            if self.is_view[i] and shows_input[inputs[0]] and backend[i] < 0:
+                for out in node.outputs:
+                    shows_input[out] = 1
+                self.floating.add(i)
+
+    def _trace_constant(self, node: Node, constant: bytearray) -> None:
+        """A node that reads only constants: what it makes counts as the weight that decides for it."""
+        real = [t for t in node.inputs if constant[t] == 1]
+        pinned = self.backend[node.index]
+        decides = pinned if pinned >= 0 else next((self.holder[t] for t in real if self.holder[t] >= 0), _NONE)
+        held = next((self.replicas[t] for t in real if t in self.replicas), None)
+        for out in node.outputs:
+            constant[out] = 1 if real else 2
+            self.holder[out] = decides
+            if decides < 0 and held is not None:
+                self.replicas[out] = held
+        if real and decides < 0:
+            self.floating.add(node.index)
+
+    def from_weights(self) -> None:
+        """Pass 1: views beside their source (``1.vsrc``), nodes beside their first weight (``1.wgt<i>``)."""
+        backend, cause, holder = self.backend, self.cause, self.holder
+        for node in self.graph.nodes:
+            i, inputs = node.index, node.inputs
+            if backend[i] >= 0:
+                continue
+            if self.is_view[i]:
+                source = self.made_by[inputs[0]]
+                wanted, why = backend[source] if source >= 0 else holder[inputs[0]], "1.vsrc"
+            else:
+                wanted, why = _NONE, ""
+                for position, t in enumerate(inputs):
+                    if holder[t] >= 0:
+                        wanted, why = holder[t], _WGT[position] if position < len(_WGT) else f"1.wgt{position}"
+                        break
+            if wanted < 0:
+                continue
+            if self.supports[wanted](node):
+                backend[i], cause[i] = wanted, why
+            else:
+                self.lacking.add(i)
+
+    # -- pass 2 --------------------------------------------------------------------------------
+
+    def expand(self) -> None:
+        """Pass 2: unassigned nodes join their neighbours; first the accelerators spread, then the rest."""
+        apart = self.floating | self.lacking
+        down = [i for i, view in enumerate(self.is_view) if not view and i not in apart]
+        up = down[::-1]
+        self._spread(down, "2.2", stop_at=self.last)
+        self._spread(up, "2.1", stop_at=self.last)
+        self._spread(down, "2.4", stop_at=_NONE)
+        self._spread(up, "2.3", stop_at=_NONE)
+
+    def _spread(self, order: list[int], why: str, *, stop_at: int) -> None:
+        """Carry the newest backend along `order`; a node on `stop_at` clears the carry."""
+        backend, cause, supports, nodes = self.backend, self.cause, self.supports, self.graph.nodes
+        carried = _NONE
+        for i in order:
+            here = backend[i]
+            if here >= 0:
+                carried = _NONE if here == stop_at else here
+            elif carried >= 0:
+                if supports[carried](nodes[i]):
+                    backend[i], cause[i] = carried, why
+                else:
+                    self.refused.add(i)
+
+    def from_replicas(self) -> bool:
+        """Where nothing has decided, replicated weights do: the best holder that has the op. Whether any did."""
+        found = False
+        undecidable = self.floating | self.lacking | self.refused
+        for node in self.graph.nodes if self.replicas else ():
+            i = node.index
+            if self.backend[i] >= 0 or self.is_view[i] or i in undecidable:
+                continue
+            for position, t in enumerate(node.inputs):
+                able = [b for b in sorted(self.replicas.get(t, ())) if self.supports[b](node)]
+                if able:
+                    self.backend[i], self.cause[i] = able[0], f"1.wgt{position}"
+                    found = True
+                    break
+        return found
+
+    # -- pass 3 --------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Pass 3 for nodes: views from their source, unsupported ones to the first backend that can, upgrades."""
+        backend, cause, last = self.backend, self.cause, self.last
+        for node in self.graph.nodes:
+            i = node.index
+            if backend[i] == last and (cause[i] == "2.3" or cause[i] == "2.4"):
+                better = self._where_operands_are(node)
+                if 0 <= better < last and self.supports[better](node):
+                    backend[i], cause[i] = better, "3.upg"
+            if backend[i] >= 0 or i in self.floating:
+                continue
+            source = self.made_by[node.inputs[0]] if self.is_view[i] else _NONE
+            if source >= 0 and self.supports[backend[source]](node):
+                backend[i], cause[i] = backend[source], "3"
+                continue
+            backend[i] = self._first_able(node)
+            moved = backend[i] > 0 or source >= 0 or i in self.lacking or i in self.refused
+            cause[i] = "3.best" if moved else "3"
+
+    def _where_operands_are(self, node: Node) -> int:
+        """The one backend where all operands are that have a place, or -1."""
+        found = _NONE
+        for t in node.inputs:
+            source = self.made_by[t]
+            held = self.leaf_backends[t] if source < 0 else (self.backend[source],)
+            if not held or held[0] < 0 or len(held) > 1:
+                continue
+            if found >= 0 and held[0] != found:
+                return _NONE
+            found = held[0]
+        return found
+
+    def follow_consumers(self) -> None:
+        """Pass 3 for floating nodes: from their first consumer, else a holder of their weight, else anywhere."""
+        consumer: dict[int, int] = {}
+        for node in reversed(self.graph.nodes) if self.floating else ():
+            i = node.index
+            if i in self.floating:
+                self._land(node, consumer.get(i, _NONE))
+            for t in node.inputs:
+                source = self.made_by[t]
+                if source in self.floating:
+                    consumer[source] = self.backend[i]  # going backwards, the first consumer comes last
+
+    def _land(self, node: Node, consumer: int) -> None:
+        i = node.index
+        if consumer >= 0 and self.supports[consumer](node):
+            self.backend[i], self.cause[i] = consumer, "3"
+            return
+        for position, t in enumerate(node.inputs):
+            for b in sorted(self.replicas.get(t, ())):
+                if self.supports[b](node):
+                    self.backend[i], self.cause[i] = b, "1.vsrc" if self.is_view[i] else f"1.wgt{position}"
+                    return
+        self.backend[i] = self._first_able(node)
+        self.cause[i] = "3" if consumer < 0 and self.backend[i] == 0 else "3.best"
+
+    def place_leaves(self) -> None:
+        """``1.inp`` for inputs; weights that nobody holds go beside their first consumer (``3``)."""
+        places = [(b,) for b in range(len(self.devices))]
+        for node in self.graph.nodes:
+            here = places[self.backend[node.index]]
+            for t in node.inputs:
+                if self.made_by[t] < 0 and not self.leaf_backends[t] and self.graph.tensors[t].kind is not Kind.INPUT:
+                    self.leaf_backends[t], self.leaf_cause[t] = here, "3"
+        for tensor in self.graph.leaves:
+            if not self.leaf_backends[tensor.id]:
+                self.leaf_backends[tensor.id] = (self.last,)
+                self.leaf_cause[tensor.id] = "1.inp" if tensor.kind is Kind.INPUT else "3"
+
+    # -- helpers -------------------------------------------------------------------------------
+
+    def _first_able(self, node: Node) -> int:
+        for b, supports in enumerate(self.supports):
+            if supports(node):
+                return b
+        made = ", ".join(self.graph.tensors[t].describe() for t in node.outputs) or "nothing"
+        raise PlacementError(
+            f"no backend has the op {node.op} of {node.name} ({node.source}), which makes {made}; asked "
+            f"{', '.join(self._name(b) for b in range(len(self.devices)))}: add a device that has it"
+        )
+
+    def _name(self, backend: int) -> str:
+        return f"{self.devices[backend].name!r}"
+
+    def _no_such(self, backend: int, what: str) -> PlacementError:
+        return PlacementError(f"{what} names backend {backend}, expected 0 to {self.last}: an index of the devices")
+
+
+def _maker(graph: Graph, tensor: int) -> Node | None:
+    if graph.tensors[tensor].kind is not Kind.NODE:
+        return None
+    return next(node for node in graph.nodes if tensor in node.outputs)

@@ -1,0 +1,73 @@
+"""Throughput against the hand-written loop and the serial blocking loop, with stages that do real work.
+
+    python benchmarks/throughput.py [--devices cpu:0,cpu:1] [--kinds medium,one-core]
+
+``speedup_over_loop`` is the loop's time divided by aiopipe's (above 1: aiopipe is faster), likewise
+``speedup_over_serial``; ``loop_over_serial`` is what the hand-written loop gains from overlapping.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+from typing import Any
+
+import numpy as np
+from _common import WINDOW, finish, hand_written, interleaved, make_model, ratio, start_jax, windowed
+
+import aiopipe as ap
+
+
+async def measure(
+    kind: str, specs: list[str], devices: list[Any], evaluations: int, repetitions: int
+) -> dict[str, Any]:
+    model, params, x = make_model(kind, len(specs))
+    chain = hand_written(kind, params, devices)
+    async with ap.Pipeline(model, params, devices=specs, n_copies=WINDOW, split=[1] * len(specs)) as pipe:
+        np.testing.assert_allclose(np.asarray(await pipe(x)), np.asarray(chain(x)), rtol=1e-4, atol=1e-5)
+
+        async def loop() -> None:
+            for _ in windowed(chain, itertools.repeat(x, evaluations)):
+                pass
+
+        async def serial() -> None:
+            for _ in range(evaluations):
+                chain(x).block_until_ready()
+
+        async def stream() -> None:
+            async for _ in pipe.stream(itertools.repeat(x, evaluations)):
+                pass
+
+        times = await interleaved({"loop": loop, "serial": serial, "stream": stream}, repetitions, evaluations)
+    return {
+        "stages": kind,
+        "devices": len(specs),
+        "speedup_over_loop": round(1 / ratio(times, "stream", "loop"), 3),
+        "speedup_over_serial": round(1 / ratio(times, "stream", "serial"), 3),
+        "loop_over_serial": round(1 / ratio(times, "loop", "serial"), 3),
+        "ms_per_evaluation": {name: round(statistics.median(t) * 1e3, 3) for name, t in times.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", help="specs, comma-separated; default: two, then four CPU devices")
+    parser.add_argument("--kinds", default="medium,one-core")
+    parser.add_argument("--evaluations", type=int, default=100)
+    parser.add_argument("--repetitions", type=int, default=7)
+    args = parser.parse_args()
+    sets = [args.devices.split(",")] if args.devices else [[f"cpu:{i}" for i in range(n)] for n in (2, 4)]
+    by_spec = dict(zip(max(sets, key=len), start_jax(max(sets, key=len)), strict=True))
+    results = [
+        asyncio.run(measure(kind, specs, [by_spec[s] for s in specs], args.evaluations, args.repetitions))
+        for kind in args.kinds.split(",")
+        for specs in sets
+    ]
+    bar = {"speedup_over_loop": 1.0, "speedup_over_serial (one-core, 2 devices)": 1.6}
+    finish({"benchmark": "throughput", "bar": bar, "results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Embeds the help topics of Python with all-MiniLM-L6-v2, split over several devices, and searches them.
+
+The whole use of aiopipe is in `search`; the rest is a command around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minilm.interrupt import EXIT_CODE, CtrlC
+
+if TYPE_CHECKING:
+    import numpy as np
+    from minilm.report import Report
+
+EXAMPLES = """\
+examples:
+  %(prog)s                                                    two devices, the default query
+  %(prog)s --devices cpu:0,cpu:1,cpu:2 --query "how do I open a file"
+  %(prog)s --devices gpu:0,cpu:0 --split 5,1 --batch 32       five parts of six on the GPU
+  %(prog)s --limit 200 --json | tail -n 1                     a quick look, for a program
+"""
+
+QUERY = "how do I close a file when an error happens"
+REFERENCE = Path(__file__).parent / "minilm" / "reference.npz"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line asks for; the defaults are in `parse`."""
+
+    devices: tuple[str, ...]
+    n_copies: int
+    batch: int
+    split: str | tuple[float, ...]
+    query: str
+    top: int
+    limit: int | None
+    json: bool
+
+    @property
+    def n_cpus(self) -> int:
+        """How many CPU devices JAX has to make for `devices`; 0 if none is named."""
+        cpus = (re.fullmatch(r"cpu(?::(\d+))?", device) for device in self.devices)
+        return max((int(match[1] or 0) + 1 for match in cpus if match), default=0)
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """Reads the command line; exits with a message where it makes no sense."""
+
+    def positive(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+        return int(text)
+
+    def names(text: str) -> tuple[str, ...]:
+        found = tuple(name.strip() for name in text.split(","))
+        if not all(found) or len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected different devices, such as cpu:0,cpu:1")
+        return found
+
+    def split(text: str) -> str | tuple[float, ...]:
+        if text == "auto":
+            return text
+        try:
+            ratios = tuple(map(float, text.split(",")))
+        except ValueError:
+            ratios = ()
+        if not ratios or not all(0 < ratio < float("inf") for ratio in ratios):
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected auto, or a ratio for each device, such as 2,1")
+        return ratios
+
+    parser = argparse.ArgumentParser(
+        description="Embed Python's help topics with all-MiniLM-L6-v2, split over several devices, and search them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--devices", type=names, default="cpu:0,cpu:1", metavar="A,B", help="where to run (default: %(default)s)")
+    add("--n-copies", type=positive, default=4, metavar="N", help="batches in flight (default: %(default)s)")
+    add("--batch", type=positive, default=16, metavar="N", help="passages in a batch (default: %(default)s)")
+    add("--split", type=split, default="auto", metavar="R,S", help="auto, or a share for each device (default: auto)")
+    add("--query", default=QUERY, metavar="TEXT", help="what to search for (default: %(default)r)")
+    add("--top", type=positive, default=5, metavar="N", help="how many passages to show (default: %(default)s)")
+    add("--limit", type=positive, metavar="N", help="embed only the first N passages")
+    add("--json", action="store_true", help="print one JSON object as the last line")
+    options = Options(**vars(parser.parse_args(argv)))
+    if isinstance(options.split, tuple) and len(options.split) != len(options.devices):
+        n_ratios, n_devices = len(options.split), len(options.devices)
+        parser.error(f"--split has {n_ratios} ratios for {n_devices} devices; give one for each, or auto")
+    return options
+
+
+async def search(options: Options) -> Report:
+    """Embeds all passages, and finds those nearest to the query."""
+    # Imported late, so that --help is quick, and Ctrl-C works while this takes its second.
+    import jax
+    import numpy as np
+    from minilm import model, report, text
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    import aiopipe as ap
+
+    if options.n_cpus:
+        jax.config.update("jax_num_cpu_devices", options.n_cpus)  # before JAX starts its CPU client
+
+    passages = text.passages(text.python_topics())[: options.limit]
+    reference = dict(np.load(REFERENCE))
+    probes = [options.query, *reference["sentences"].tolist()]
+
+    # Threads, as each of these takes a good part of a second, in which an event loop must not stand still.
+    config, params = await asyncio.to_thread(model.load)
+    tokenizer = await asyncio.to_thread(text.load_tokenizer)
+    tokens = await asyncio.to_thread(text.tokenize, tokenizer, [passage.text for passage in passages])
+    batches = list(text.batches(tokens, options.batch))
+    probe = text.one_batch(text.tokenize(tokenizer, probes))
+
+    def embed(params: model.Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        return model.embed(params, ids, mask, config)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        async with ap.Pipeline(
+            embed,
+            params,
+            devices=list(options.devices),
+            n_copies=options.n_copies,
+            split=options.split,
+            timeline=True,
+        ) as pipe:
+            # The first evaluation of each shape compiles it, on every device; the very first decides the split.
+            shapes = {batch.ids.shape: (batch.ids, batch.mask) for batch in [*batches, probe]}
+            bar = progress.add_task(f"compiling {len(shapes)} shapes…", total=len(shapes))
+            started = time.perf_counter()
+            async for _ in pipe.stream(shapes.values()):
+                progress.advance(bar)
+            compile_s = time.perf_counter() - started
+
+            embeddings = np.empty((len(passages), config.d_model), np.float32)
+            in_flight: deque[np.ndarray] = deque()
+
+            async def feed() -> AsyncIterator[tuple[np.ndarray, np.ndarray]]:
+                # aiopipe takes a batch only when there is room for it, so this never runs far ahead.
+                for batch in batches:
+                    in_flight.append(batch.rows)
+                    yield batch.ids, batch.mask
+
+            bar = progress.add_task("embedding passages", total=len(passages))
+            busy_before = pipe.statistics().busy_s
+            started = time.perf_counter()
+            async for output in pipe.stream(feed()):
+                rows = in_flight.popleft()  # results come in the order of the batches
+                embeddings[rows] = output
+                progress.advance(bar, len(rows))
+            stream_s = time.perf_counter() - started
+            # `.busy` would count from the first evaluation on, and so the compiling too.
+            busy = {name: (s - busy_before[name]) / stream_s for name, s in pipe.statistics().busy_s.items()}
+
+            query, *sentences = np.asarray(await pipe(probe.ids, probe.mask))
+            plan = await pipe.plan(batches[-1].ids, batches[-1].mask)
+
+    return report.Report(
+        passages=len(passages),
+        passages_per_s=len(passages) / stream_s,
+        compile_s=compile_s,
+        n_shapes=len(shapes),
+        n_batches=len(batches),
+        max_abs_err_vs_reference=float(np.abs(np.stack(sentences) - reference["embeddings"]).max()),
+        query=options.query,
+        results=report.nearest(query, embeddings, passages, options.top),
+        devices=options.devices,
+        n_copies=options.n_copies,
+        busy=busy,
+        plan=report.split_rows(plan),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    options = parse(argv)
+    ctrl_c = CtrlC()
+    ctrl_c.install()
+
+    async def cancellable() -> Report:
+        with ctrl_c.cancels_this_task():
+            return await search(options)
+
+    try:
+        report = asyncio.run(cancellable())
+        print(report)
+        if options.json:
+            print(json.dumps(report.to_json()))
+        return 0
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted", file=sys.stderr)
+        return EXIT_CODE
+    except ModuleNotFoundError as error:
+        print(f"error: {error}; install what the examples need with: pip install 'aiopipe[examples]'", file=sys.stderr)
+    except FileNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except Exception as error:
+        from aiopipe import AiopipeError
+
+        if not isinstance(error, AiopipeError):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
