@@ -188,13 +188,18 @@ def test_batches_hold_every_text_once_in_fixed_shapes(tokens, size):
             n = len(tokens[row])
             assert ids[:n].tolist() == tokens[row] and not ids[n:].any()
             assert mask.tolist() == [1] * n + [0] * (len(mask) - n)
-            assert batch.ids.shape[1] == min(length for length in lengths if length >= n)
-    by_length: dict[int, list[int]] = {}
-    for batch in batches:
-        by_length.setdefault(batch.ids.shape[1], []).append(len(batch.rows))
-    assert list(by_length) == sorted(by_length)
-    assert all(rows == size for full in by_length.values() for rows in full[:-1])
-    assert len({batch.ids.shape for batch in batches}) <= 2 * len(lengths)
+            assert n <= batch.ids.shape[1]
+    assert all(len(batch.rows) == size for batch in batches[:-1])
+    assert [batch.ids.shape[1] for batch in batches] == sorted(batch.ids.shape[1] for batch in batches)
+    assert len({batch.ids.shape for batch in batches}) <= len(lengths) + 1
+
+
+def test_what_fills_no_batch_moves_up_only_as_far_as_it_must():
+    lengths = (4, 8, 24)
+    tokens = [[1] * n for n in (3, 9, 3, 3, 7)]
+    assert [batch.rows.tolist() for batch in text.batches(tokens, 2, lengths)] == [[0, 2], [3, 4], [1]]
+    assert [batch.ids.shape for batch in text.batches(tokens, 2, lengths)] == [(2, 4), (2, 8), (1, 24)]
+    assert [batch.ids.shape for batch in text.batches(tokens[2:], 4, lengths)] == [(3, 8)]
 
 
 def test_one_batch_keeps_the_order():

@@ -1,0 +1,85 @@
+"""Events happen once, with or without an error."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aiopipe import Event
+
+
+async def test_waiters_wake_when_it_happens() -> None:
+    event = Event("mine")
+    waiting = [asyncio.ensure_future(event.wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert not event.done() and not any(w.done() for w in waiting)
+    event.set()
+    await asyncio.gather(*waiting)
+    await event
+    assert event.done() and event.exception() is None
+
+
+async def test_it_carries_its_producers_error() -> None:
+    event = Event()
+    boom = ValueError("boom")
+    event.set(boom)
+    assert event.exception() is boom
+    for _ in range(2):
+        with pytest.raises(ValueError, match="boom"):
+            await event
+    await event.wait()  # waiting alone does not raise
+
+
+async def test_only_the_first_time_counts() -> None:
+    event = Event()
+    event.set()
+    event.set(ValueError())
+    assert event.exception() is None
+
+
+async def test_asking_too_early() -> None:
+    with pytest.raises(asyncio.InvalidStateError, match="mine has not happened yet"):
+        Event("mine").exception()
+
+
+async def test_it_has_no_truth_value() -> None:
+    with pytest.raises(TypeError, match=r"use done\(\)"):
+        bool(Event())
+
+
+async def test_callbacks_run_once_also_when_added_late() -> None:
+    event = Event()
+    seen: list[str] = []
+
+    def early(_: Event) -> None:
+        seen.append("early")
+
+    def removed(_: Event) -> None:
+        seen.append("removed")
+
+    event.add_callback(early)
+    event.add_callback(removed)
+    event.remove_callback(removed)
+    event.remove_callback(removed)
+    event.set()
+    event.set()
+    event.add_callback(lambda _: seen.append("late"))
+    assert seen == ["early", "late"]
+
+
+async def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
+    event = Event()
+    waiter = asyncio.ensure_future(event.wait())
+    await asyncio.sleep(0)
+    waiter.cancel()
+    await asyncio.wait([waiter])
+    assert event._callbacks == []
+    event.set()
+
+
+def test_repr_tells_the_state() -> None:
+    event = Event("split 3")
+    assert repr(event) == "<Event split 3 pending>"
+    event.set(ValueError())
+    assert repr(event) == "<Event split 3 failed>"

@@ -1,0 +1,293 @@
+"""Plans: sizes, donation, programs, launch lists, segments. No JAX, no loop."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from aiopipe.devices.base import DeviceProps, DeviceType, MemoryStats
+from aiopipe.errors import AllocationError
+from aiopipe.graph import Graph, Kind
+from aiopipe.sched.alloc import BackendSize, backend_sizes, check_memory, donations
+from aiopipe.sched.plan import Plan, make_plan, segments_of
+from aiopipe.sched.split import Split
+from graphs import Draft, FakeDevice, chain, gpus, random_graph
+
+
+def split(index: int, backend: int, *depends: int) -> Split:
+    return Split(index, backend, (), (), (), (), depends, ())
+
+
+def on(graph: Graph, *backends: int) -> dict[int, tuple[int, ...]]:
+    """Weights on these backends, in order."""
+    return {t.id: (b,) for t, b in zip(graph.weights, backends, strict=True)}
+
+
+def evaluate(plan: Plan, values: list[Any]) -> list[Any]:
+    """Carry out a plan's launch lists with the programs' own ops, as a lane would."""
+    slots: list[Any] = [None] * plan.n_slots
+    for slot, position in enumerate(plan.used_inputs):
+        slots[slot] = values[position]
+    for feed, program in zip(plan.launch_lists, plan.programs, strict=True):
+        for read, fill in feed.moves:
+            assert slots[read] is not None, "moved after it was let go"
+            slots[fill] = slots[read]
+        args: list[Any] = [None] * len(program.inputs)
+        for position, tid in feed.weights:
+            args[position] = f"weight {tid}"
+        for position, slot in feed.gather:
+            assert slots[slot] is not None, "used after it was let go"
+            args[position] = slots[slot]
+        assert None not in args
+        env = {t.id: a for t, a in zip(program.inputs, args, strict=True)}
+        for node in program.nodes:
+            env.update(zip(node.outputs, node.fn(*(env[t] for t in node.inputs)), strict=True))
+        for slot, tensor in zip(feed.outputs, program.outputs, strict=True):
+            assert slots[slot] is None, "a slot is filled twice"
+            slots[slot] = env[tensor.id]
+        for slot in feed.frees:
+            slots[slot] = None
+    found = {"env": lambda i: slots[i], "input": lambda i: slots[i], "weight": lambda i: f"weight {i}"}
+    return [found[kind](i) for kind, i in plan.results]
+
+
+def reference(graph: Graph, values: list[Any]) -> list[Any]:
+    env: dict[int, Any] = {t.id: v for t, v in zip(graph.inputs, values, strict=True)}
+    env.update({t.id: f"weight {t.id}" for t in graph.weights})
+    for node in graph.nodes:
+        env.update(zip(node.outputs, node.fn(*(env[t] for t in node.inputs)), strict=True))
+    return [env[t.id] for t in graph.outputs]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_launch_lists_compute_what_the_graph_says(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = random_graph(rng, rng.randrange(1, 40))
+    devices = gpus(rng.randrange(1, 4))
+    pins = {n.outputs[0]: rng.randrange(len(devices)) for n in graph.nodes if rng.random() < 0.5 and n.outputs}
+    plan = make_plan(graph, devices, pins=pins)
+    values = [f"input {i}" for i in range(len(graph.inputs))]
+    assert evaluate(plan, values) == reference(graph, values)
+
+
+def test_a_plan_and_its_parts_are_frozen() -> None:
+    plan = make_plan(chain(2), gpus(1))
+    for value in (plan, plan.splits[0], plan.launch_lists[0], plan.programs[0], plan.assignment, plan.sizes[0]):
+        with pytest.raises((FrozenInstanceError, AttributeError, TypeError)):
+            value.name = 1  # type: ignore[union-attr]
+
+
+def test_what_nobody_needs_any_more_is_let_go() -> None:
+    graph = chain(3)
+    plan = make_plan(graph, gpus(3), weights=on(graph, 0, 1, 2))
+    first, second, last = plan.launch_lists
+    assert first.outputs[0] not in first.frees
+    assert set(second.frees) == {read for read, _ in second.moves} | {fill for _, fill in second.moves}
+    assert plan.results[0][1] not in last.frees
+
+
+def test_the_marker_is_the_smallest_result() -> None:
+    b = Draft()
+    x = b.x()
+    big, small = b.ops("top_k", x, b.w(), nbytes=(64, 4))
+    y = b.op("add", big, small, b.w("w2"))
+    graph = b.build([y])
+    plan = make_plan(graph, gpus(2), weights=on(graph, 0, 1))
+    feed = plan.launch_lists[0]
+    assert plan.programs[0].outputs[feed.marker].nbytes == 4
+
+
+def test_sinks_are_the_splits_that_feed_nobody() -> None:
+    b = Draft()
+    x = b.x()
+    trunk = b.op("dot_general", x, b.w("t"))
+    left = b.op("dot_general", trunk, b.w("l"))
+    right = b.op("dot_general", trunk, b.w("r"))
+    graph = b.build([left, right])
+    plan = make_plan(graph, gpus(3), weights=on(graph, 0, 1, 2))
+    assert plan.sinks == (1, 2)
+
+
+class TestDonation:
+    PROPS = (DeviceProps(DeviceType.GPU, "a"), DeviceProps(DeviceType.GPU, "a"))
+
+    def plan(self, graph: Graph, *backends: int) -> tuple[tuple[int, ...], ...]:
+        plan = make_plan(graph, gpus(2), weights=on(graph, *backends))
+        return donations(graph, plan.splits, [*self.PROPS, DeviceProps(DeviceType.CPU, "b")])
+
+    def test_a_copy_from_another_backend_is_donated_in_its_last_split(self) -> None:
+        assert self.plan(chain(2), 0, 1) == ((), (0,))
+
+    def test_a_users_input_never_is(self) -> None:
+        assert self.plan(chain(2), 0, 0) == ((),)
+
+    def test_nor_without_an_output_of_its_type(self) -> None:
+        b = Draft()
+        h = b.op("dot_general", b.x(), b.w("w0"), nbytes=8)
+        y = b.op("dot_general", h, b.w("w1"), nbytes=16)
+        assert self.plan(b.build([y]), 0, 1) == ((), ())
+
+    def test_nor_before_its_last_reader(self) -> None:
+        b = Draft()
+        h = b.op("dot_general", b.x(), b.w("w0"))
+        first = b.op("dot_general", h, b.w("w1"))
+        back = b.op("dot_general", first, b.w("w2"))
+        again = b.op("dot_general", back, h, b.w("w3"))
+        graph = b.build([again])
+        result = self.plan(graph, 0, 1, 0, 1)
+        plan = make_plan(graph, gpus(2), weights=on(graph, 0, 1, 0, 1))
+        donated = [[plan.splits[i].inputs[p] for p in positions] for i, positions in enumerate(result)]
+        assert [h in d for d in donated] == [False, False, False, True] or donated[-1] == [back]
+        assert h not in donated[1]
+
+    def test_nor_a_value_that_may_be_a_view(self) -> None:
+        graph = chain(2)
+        plan = make_plan(graph, gpus(2), weights=on(graph, 0, 1))
+        shared = DeviceProps(DeviceType.CPU, "a", view_nbytes=8)
+        assert donations(graph, plan.splits, [shared] * 3) == ((), ())
+
+
+def test_equal_layers_have_equal_keys_and_others_do_not() -> None:
+    class Same:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, *inputs: Any) -> list[Any]:
+            return [(self.name, *inputs)]
+
+        def signature(self) -> str:
+            return self.name
+
+    def build(ops: list[str], widths: list[int]) -> Plan:
+        b = Draft()
+        h = b.x()
+        for op, width in zip(ops, widths, strict=True):
+            h = b.node(op, [h, b.w(f"w{width}", width)], [((8,), "int8", 8)], fn=Same(op))[0]
+        graph = b.build([h])
+        return make_plan(graph, gpus(2), weights=on(graph, *(i % 2 for i in range(len(ops)))))
+
+    first, *keys = [p.key for p in build(["dot"] * 5, [4, 4, 4, 4, 5]).programs]
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+    assert first != keys[0]  # the user's input, which it reads, is not donated
+    keys = [p.key for p in build(["dot", "dot", "mul", "dot"], [4, 4, 4, 4]).programs]
+    assert keys[1] == keys[3] != keys[2]
+    assert all(isinstance(hash(key), int) for key in keys)
+
+
+def test_the_order_of_operands_is_part_of_the_key() -> None:
+    class Sub:
+        def __call__(self, a: Any, b: Any) -> list[Any]:
+            return [(a, b)]
+
+        def signature(self) -> str:
+            return "sub"
+
+    def key(swap: bool) -> Any:
+        b = Draft()
+        x, y = b.x("x"), b.x("y")
+        mid = b.op("copy", x), y
+        pair = mid[::-1] if swap else mid
+        out = b.node("sub", pair, [((8,), "int8", 8)], fn=Sub())[0]
+        return make_plan(b.build([out]), gpus(1)).programs[0].key
+
+    assert key(False) != key(True)
+
+
+class TestSizes:
+    def test_weights_once_and_each_copy_for_every_slot(self) -> None:
+        graph = chain(2, width=8, weight=100)
+        plan = make_plan(graph, gpus(2), weights=on(graph, 0, 1))
+        # An input or copy of 8 bytes comes in, a result of 8 bytes goes out.
+        assert [(s.weights_nbytes, s.copy_nbytes) for s in plan.sizes] == [(100, 16), (100, 16), (0, 0)]
+        assert plan.sizes[0].total(4) == 100 + 4 * 16
+        assert plan.copied_nbytes == 8
+
+    def test_the_largest_temporary_counts_once(self) -> None:
+        graph = chain(4)
+        plan = make_plan(graph, gpus(2), weights=on(graph, 0, 1, 0, 1))
+        stats = [MemoryStats(temp_nbytes=n) for n in (5, 7, 9, 1)]
+        sizes = backend_sizes(graph, plan.splits, 3, weights=plan.weights, memory=stats)
+        assert [s.temp_nbytes for s in sizes] == [9, 7, 0]
+
+    def test_what_fits_passes(self) -> None:
+        check_memory([BackendSize(100, 10, 5)], ["a"], [145], 4)
+        check_memory([BackendSize(100, 10, 5)], ["a"], [None], 400)
+
+    def test_what_does_not_says_what_would(self) -> None:
+        with pytest.raises(AllocationError, match="n_copies=3 would fit") as caught:
+            check_memory([BackendSize(), BackendSize(100, 10, 5)], ["a", "b"], [0, 144], 4)
+        assert (caught.value.backend, caught.value.asked_nbytes, caught.value.available_nbytes) == ("b", 145, 144)
+        with pytest.raises(AllocationError, match="move weights to another device"):
+            check_memory([BackendSize(100, 10)], ["a"], [99], 4)
+
+
+class TestSegments:
+    def test_one_lane_is_one_segment(self) -> None:
+        splits = [split(0, 0), split(1, 1, 0), split(2, 0, 1)]
+        segments = segments_of(splits, [0, 0])
+        assert [(s.splits, s.depends) for s in segments] == [((0, 1, 2), ())]
+
+    def test_a_lane_for_each_backend(self) -> None:
+        splits = [split(0, 0), split(1, 1, 0), split(2, 2, 1)]
+        segments = segments_of(splits, [0, 1, 2])
+        assert [(s.lane, s.splits, s.depends) for s in segments] == [(0, (0,), ()), (1, (1,), (0,)), (2, (2,), (1,))]
+
+    def test_back_and_forth_keeps_each_lanes_order(self) -> None:
+        splits = [split(0, 0), split(1, 1, 0), split(2, 0, 1), split(3, 1, 2)]
+        segments = segments_of(splits, [0, 1])
+        assert [(s.splits, s.depends) for s in segments] == [((0,), ()), ((1,), (0,)), ((2,), (0, 1)), ((3,), (1, 2))]
+
+    def test_independent_towers_do_not_wait_for_each_other(self) -> None:
+        segments = segments_of([split(0, 0), split(1, 1)], [0, 1])
+        assert [s.depends for s in segments] == [(), ()]
+
+    def test_a_split_that_waits_for_another_lane_does_not_hold_up_the_ones_before_it(self) -> None:
+        segments = segments_of([split(0, 0), split(1, 1), split(2, 0, 1)], [0, 1])
+        assert [(s.splits, s.depends) for s in segments] == [((0,), ()), ((1,), ()), ((2,), (0, 1))]
+
+    @pytest.mark.parametrize("seed", range(30))
+    def test_segments_hold_every_split_once_and_depend_only_on_earlier_ones(self, seed: int) -> None:
+        rng = random.Random(seed)
+        n_lanes = rng.randrange(1, 4)
+        splits = [
+            split(i, rng.randrange(6), *sorted(rng.sample(range(i), min(i, rng.randrange(3))))) for i in range(20)
+        ]
+        lane_of = [rng.randrange(n_lanes) for _ in range(6)]
+        segments = segments_of(splits, lane_of)
+        where = {s: k for k, segment in enumerate(segments) for s in segment.splits}
+        assert sorted(where) == list(range(20))
+        for k, segment in enumerate(segments):
+            assert all(d < k for d in segment.depends)
+            for s in segment.splits:
+                assert lane_of[splits[s].backend] == segment.lane
+                for d in splits[s].depends:
+                    assert where[d] == k or where[d] in segment.depends or segments[where[d]].lane == segment.lane
+
+
+def test_a_plan_prints_as_a_table() -> None:
+    graph = chain(2)
+    text = str(make_plan(graph, gpus(2), weights=on(graph, 0, 1)))
+    lines = text.splitlines()
+    assert lines[0] == "plan of 'chain': 4 nodes, 2 splits"
+    assert lines[1].split() == ["split", "backend", "nodes", "from", "inputs", "moved", "weights", "causes"]
+    assert "gpu:0" in lines[2] and "1.wgt1:1" in lines[2]
+    assert "8 B" in lines[3]
+    assert lines[-1].startswith("cpu:0: weights 0 B")
+
+
+def test_planning_leaves_the_graph_as_it_was() -> None:  # S14
+    graph = chain(4)
+    before = ([*graph.nodes], [*graph.tensors])
+    make_plan(graph, gpus(2), weights=on(graph, 0, 1, 0, 1))
+    make_plan(graph, gpus(3), weights=on(graph, 0, 1, 2, 0))
+    assert before == ([*graph.nodes], [*graph.tensors])
+    assert all(t.kind is not Kind.STATE for t in graph.tensors)
+
+
+def test_a_device_may_not_change() -> None:
+    device = FakeDevice()
+    with pytest.raises((FrozenInstanceError, AttributeError, TypeError)):
+        device.props.flops_per_s = 2.0  # type: ignore[misc]
