@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from .backend import Backend, InlineLane, Lane, ThreadLane
-from .errors import BackendClosedError, EvaluationError, WrongLoopError
+from .completion import failure, first_failure, launched, when_ready
+from .errors import BackendClosedError, WrongLoopError
 from .evaluation import Evaluation
 from .events import Event
 from .loader import Loaded
@@ -294,7 +295,8 @@ class Runner:
                     self._watch_split(run, split.index)
         if error is not None:
             assert isinstance(error.__cause__, Exception)
-            return Failed(run.evaluation.id, segment, self._evaluation_error(run, error.split, error.__cause__))
+            cause = failure(run.loaded.plan, run.evaluation.id, error.split, error.__cause__)
+            return Failed(run.evaluation.id, segment, cause)
         return Launched(run.evaluation.id, segment)
 
     def _watch(self, instruction: Watch) -> Stimulus | None:
@@ -305,65 +307,26 @@ class Runner:
             return self._drain(run)  # not everything was launched
         if all(backend.all_ready(group) and backend.error_of(group) is None for backend, group in groups):
             return Completed(run.evaluation.id)
-        self._wait_for(run, groups, self._completed)
+        when_ready(groups, self._post, lambda error: self._completed(run, error))
         return None
 
     def _drain(self, run: _Run) -> Stimulus | None:
         """Wait for whatever was launched of an evaluation that will launch no more."""
-        groups: dict[str, tuple[Backend, list[Any]]] = {}
-        for split, marker in zip(run.loaded.splits, run.env.markers, strict=True):
-            if marker is not None:
-                groups.setdefault(split.backend.name, (split.backend, []))[1].append(marker)
+        groups = launched(run.loaded.splits, run.env.markers)
         if not groups:
             return Completed(run.evaluation.id)
-        self._wait_for(run, list(groups.values()), lambda run, _: self._feed(Completed(run.evaluation.id)))
+        when_ready(groups, self._post, lambda _: self._feed(Completed(run.evaluation.id)))
         return None
-
-    def _wait_for(
-        self,
-        run: _Run,
-        groups: Sequence[tuple[Backend, Sequence[Any]]],
-        then: Callable[[_Run, BaseException | None], None],
-    ) -> None:
-        """Call ``then(run, first error)`` on the loop when every group is ready."""
-        left = len(groups)
-        first: BaseException | None = None
-
-        def one_is_ready(error: BaseException | None) -> None:  # on the loop, so never two at once
-            nonlocal left, first
-            left -= 1
-            first = first or error
-            if not left:
-                then(run, first)
-
-        for backend, group in groups:
-            backend.notify(group, lambda error: self._post(one_is_ready, error))
 
     def _completed(self, run: _Run, error: BaseException | None) -> None:
         if error is None:
             self._feed(Completed(run.evaluation.id))
             return
 
-        # The sinks inherit the error of the split that failed: look at every split, first one first.
-        found: dict[int, BaseException] = {}
-        left = len(run.loaded.splits)
+        def blame(split: int, cause: BaseException) -> None:
+            self._feed(Completed(run.evaluation.id, failure(run.loaded.plan, run.evaluation.id, split, cause)))
 
-        def one_is_known(split: int, error: BaseException | None) -> None:
-            nonlocal left
-            left -= 1
-            if error is not None:
-                found[split] = error
-            if not left:
-                guilty = min(found) if found else run.loaded.plan.sinks[0]
-                cause = found.get(guilty, error)
-                assert cause is not None
-                self._feed(Completed(run.evaluation.id, self._evaluation_error(run, guilty, cause)))
-
-        for split, marker in zip(run.loaded.splits, run.env.markers, strict=True):
-            index = split.index
-            split.backend.notify(
-                (marker,), lambda error, index=index: self._post(one_is_known, index, error)  # type: ignore[misc]
-            )
+        first_failure(run.loaded.splits, run.env.markers, error, self._post, blame)
 
     def _resolve(self, instruction: Resolve) -> None:
         run = self._runs[instruction.evaluation]
@@ -401,21 +364,8 @@ class Runner:
         assert run.events is not None
         event = run.events[split]
         backend = run.loaded.splits[split].backend
-        backend.notify((run.env.markers[split],), lambda error: self._post(event.set, error))
-
-    @staticmethod
-    def _evaluation_error(run: _Run, split: int, cause: BaseException) -> EvaluationError:
-        plan = run.loaded.plan
-        node = plan.graph.nodes[plan.splits[split].nodes[0]]
-        backend = run.loaded.splits[split].backend.name
-        error = EvaluationError(
-            f"evaluation {run.evaluation.id} of {plan.graph.name!r} failed in split {split} on {backend!r}, "
-            f"which begins with {node.op!r} at {node.source or 'an unknown line'}: {cause}",
-            split=split,
-            backend=backend,
-            node=node.name,
-            source=node.source,
-        )
-        # Without its traceback: those frames are ours, and would keep the evaluation's arrays alive.
-        error.__cause__ = cause.with_traceback(None)
-        return error
+        marker = (run.env.markers[split],)
+        if backend.all_ready(marker):  # `notify` answers in order: after the evaluations behind this one
+            event.set(backend.error_of(marker))
+        else:
+            backend.notify(marker, lambda error: self._post(event.set, error))

@@ -140,6 +140,15 @@ def check_happens_before(cluster: Cluster, plan: Plan, n_copies: int) -> int:
     return len(evaluations)
 
 
+def settled(sched: ap.Scheduler) -> None:
+    """Nobody holds a slot, nobody waits, and every evaluation ended exactly once."""
+    s = sched.statistics()
+    assert (s.in_flight, s.waiting) == (0, 0)
+    assert s.succeeded + s.failed + s.cancelled == s.submitted
+    sched._runner.state.validate()
+    assert not sched._runner._runs
+
+
 async def results_of(
     sched: ap.Scheduler, graph: Graph, inputs: Sequence[Sequence[Any]], between: Callable[[], Any] = lambda: None
 ) -> list[Any]:

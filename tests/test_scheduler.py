@@ -352,6 +352,7 @@ async def test_a_failing_split_fails_only_its_evaluation() -> None:  # S23, S24
             assert caught.value.split == 1
             assert "test_scheduler.py" in caught.value.source
             assert caught.value.__cause__ is not None
+        await sched.synchronize()
         assert sched.statistics().failed == 2
         assert sched.statistics().in_flight == 0
 

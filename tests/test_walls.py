@@ -30,6 +30,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("devices.sim", "sched.plan", "sched.state"),
     ("sched.launch",),
     ("loader",),
+    ("completion",),
     ("runner",),
     ("sched.scheduler",),
     ("placement", "timeline"),
@@ -45,7 +46,7 @@ CONCURRENCY = frozenset(
 )
 TRACING = frozenset("_arguments _jax _jax_cost _jax_lift _jax_source _jax_types _jaxpr trace".split())
 PURE = TRACING | {"errors", "graph", "devices.base"}
-SCHEDULING = ("sched", "loader", "runner", "statistics", "streaming")
+SCHEDULING = ("sched", "completion", "loader", "runner", "statistics", "streaming")
 IMPURE_SCHED = frozenset({"sched.scheduler"})
 
 # Only these know JAX, and only `_jax` what differs between its versions.

@@ -5,21 +5,35 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from ..backend import Backend, Dispatch, Executable, Lane
+from ..backend import Backend, Dispatch, Executable, InlineLane, Lane
 from ..errors import AllocationError, PlacementError, TensorError
 from ..graph import Tensor
 from .base import MemoryStats, Program
+from .clock import VirtualClock
 from .simops import FailOp
-from .simvalue import PENDING, SimDevice, SimValue, Spec, Unit, arrive, evaluate, frozen, numpy_dtype, read, spec_of
-
-if TYPE_CHECKING:
-    from .sim import Cluster
+from .simvalue import (
+    PENDING,
+    Link,
+    SimDevice,
+    SimValue,
+    Spec,
+    Unit,
+    arrive,
+    evaluate,
+    frozen,
+    numpy_dtype,
+    read,
+    spec_of,
+)
 
 __all__ = ["Record", "SimBackend"]
+
+_TOKEN = Spec((), "bool", 1)
+"""What a program that only has effects returns: something to wait for."""
 
 
 class Record(NamedTuple):
@@ -46,12 +60,30 @@ class Record(NamedTuple):
     nbytes: int = 0
 
 
+class World(Protocol):
+    """What a simulated backend is part of: `aiopipe.devices.sim.Cluster` documents it."""
+
+    clock: VirtualClock
+    lane: InlineLane
+    log: list[Record]
+    compute: bool
+    record: bool
+    temp_nbytes: int | Callable[[Program], int]
+
+    @property
+    def backends(self) -> Sequence[SimBackend]: ...
+
+    def program_cost_s(self, program: Program, device: SimDevice) -> float: ...
+
+    def link_between(self, src: Unit | None, dst: Unit) -> Link: ...
+
+
 class SimBackend(Backend):
     """A simulated device's queue, as a backend. `Cluster` makes them; nothing that they do blocks."""
 
     device: SimDevice
 
-    def __init__(self, cluster: Cluster, unit: Unit, *, dispatch: Dispatch = "auto") -> None:
+    def __init__(self, cluster: World, unit: Unit, *, dispatch: Dispatch = "auto") -> None:
         super().__init__(unit.device.name, unit.device, dispatch=dispatch)
         self.cluster = cluster
         self.unit = unit
@@ -244,7 +276,8 @@ def _launcher(backend: SimBackend, program: Program, cost_s: float) -> Callable[
     """What `Executable.call` is: some arithmetic, as everything that can be known before is known here."""
     unit, cluster = backend.unit, backend.cluster
     clock, log, record, compute = cluster.clock, cluster.log, cluster.record, cluster.compute
-    outputs, donate, n_inputs = program.outputs, program.donate, len(program.inputs)
+    outputs: Sequence[Tensor | Spec] = program.outputs or (_TOKEN,)
+    donate, n_inputs = program.donate, len(program.inputs)
     failing = [node.fn for node in program.nodes if isinstance(node.fn, FailOp)]
 
     def launch(*args: SimValue) -> Sequence[SimValue]:

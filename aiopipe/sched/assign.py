@@ -226,12 +226,14 @@ class _Placing:
     def _trace_constant(self, node: Node, constant: bytearray) -> None:
         """A node that reads only constants: what it makes counts as the weight that decides for it."""
         real = [t for t in node.inputs if constant[t] == 1]
-        pinned = self.backend[node.index]
-        decides = pinned if pinned >= 0 else next((self.holder[t] for t in real if self.holder[t] >= 0), _NONE)
-        held = next((self.replicas[t] for t in real if t in self.replicas), None)
+        decides, held = self.backend[node.index], None  # a pin
+        if decides < 0:
+            decides = next((self.holder[t] for t in real if self.holder[t] >= 0), _NONE)
+            held = next((self.replicas[t] for t in real if t in self.replicas), None)
         for out in node.outputs:
             constant[out] = 1 if real else 2
-            self.holder[out] = decides
+            if real:
+                self.holder[out] = decides
             if decides < 0 and held is not None:
                 self.replicas[out] = held
         if real and decides < 0:
@@ -288,8 +290,7 @@ class _Placing:
 
     def from_replicas(self) -> bool:
         """Where nothing has decided, replicated weights do: the best holder that has the op. Whether any did."""
-        found = False
-        undecidable = self.floating | self.lacking | self.refused
+        found, undecidable = False, self.floating | self.lacking | self.refused
         for node in self.graph.nodes if self.replicas else ():
             i = node.index
             if self.backend[i] >= 0 or self.is_view[i] or i in undecidable:
@@ -297,8 +298,7 @@ class _Placing:
             for position, t in enumerate(node.inputs):
                 able = [b for b in sorted(self.replicas.get(t, ())) if self.supports[b](node)]
                 if able:
-                    self.backend[i], self.cause[i] = able[0], f"1.wgt{position}"
-                    found = True
+                    self.backend[i], self.cause[i], found = able[0], f"1.wgt{position}", True
                     break
         return found
 

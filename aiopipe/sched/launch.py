@@ -87,10 +87,10 @@ def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
             for position, slot in split.feeds:
                 operands[position] = slots[slot]
             results = split.call(*operands)
+            for slot, value in zip(split.outputs, results, strict=False):  # a token has no slot
+                slots[slot] = value
+            markers[split.index] = results[split.marker]
         except Exception as error:
             raise LaunchError(split.index) from error
-        for slot, value in zip(split.outputs, results, strict=False):  # a token has no slot
-            slots[slot] = value
-        markers[split.index] = results[split.marker]
         for slot in split.frees:
             slots[slot] = None

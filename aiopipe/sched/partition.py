@@ -88,10 +88,7 @@ def partition(
         if values is not None and len(values) != len(devices):
             raise PlacementError(f"got {len(values)} {what}, expected {len(devices)}: one for each device")
     work = _Work(graph, [device.props for device in devices], memory)
-    if ratios is None:
-        cuts = work.cheapest(work.balanced(devices))
-    else:
-        cuts = _by_ratios(work, ratios)
+    cuts = work.cheapest(work.balanced(devices)) if ratios is None else _by_ratios(work, ratios)
     return _finish(graph, devices, work, cuts)
 
 
@@ -146,7 +143,11 @@ class _Work:
         """Cuts with the smallest possible longest time: a search over that time."""
         best = self.pack(math.inf)
         if best is None:
-            raise PlacementError(self._does_not_fit(devices))
+            available = ", ".join(f"{d.name!r} {limit}" for d, limit in zip(devices, self.memory, strict=True))
+            raise PlacementError(
+                f"the weights need {self.reads.nbytes_between(0, self.n)} bytes and do not fit in the graph's order; "
+                f"available: {available}: add devices, raise the memory limit, or use smaller weights (bfloat16)"
+            )
         low, high = 0.0, self.slowest(best)
         while high - low > 1e-7 * high:
             middle = (low + high) / 2
@@ -213,13 +214,6 @@ class _Work:
             price[-1] -= self.crossing[end]
         best = options[price <= price.min()]
         return int(best[np.argmin(np.abs(best - near))])
-
-    def _does_not_fit(self, devices: Sequence[Device]) -> str:
-        limits = [f"{d.name!r} {'any' if m is None else m}" for d, m in zip(devices, self.memory, strict=True)]
-        return (
-            f"the weights need {self.reads.nbytes_between(0, self.n)} bytes and do not fit in the order of the graph; "
-            f"available: {', '.join(limits)}: add devices, raise the memory limit, or use smaller weights (bfloat16)"
-        )
 
 
 class _Reads:
@@ -336,7 +330,7 @@ def _crossing(graph: Graph, order: _Ints) -> _Floats:
 def _round_to_few(intensities: Sequence[float]) -> list[float]:
     """Round to `MAX_INTENSITIES` values where there are more: a column is kept for each."""
     if len(set(intensities)) <= MAX_INTENSITIES:
-        return [*intensities]
+        return list(intensities)
     steps = np.geomspace(min(intensities), max(intensities), MAX_INTENSITIES)
     nearest = np.abs(np.log(np.array(intensities))[:, None] - np.log(steps)).argmin(axis=1)
     return [float(steps[k]) for k in nearest]
@@ -344,8 +338,7 @@ def _round_to_few(intensities: Sequence[float]) -> list[float]:
 
 def _least(values: _Floats, low: _Ints, high: _Ints) -> _Floats:
     """Minimum of ``values[low[i]:high[i] + 1]`` for each i, infinity where that is empty: a sparse table."""
-    result = np.full(len(low), np.inf)
-    some = np.flatnonzero(high >= low)
+    result, some = np.full(len(low), np.inf), np.flatnonzero(high >= low)
     if not len(some):
         return result
     low, high = low[some], high[some]
