@@ -287,6 +287,8 @@ def _put_one(x: Any, sharding: SingleDeviceSharding, device: jax.Device) -> Any:
         aval = _shaped(x.shape, x.dtype)
     elif kind is ArrayImpl:
         source = x.sharding
+        if x.platform() != device.platform:
+            return None  # between clients JAX goes by way of the host, and knows how
         if type(source) is not SingleDeviceSharding or source.memory_kind != sharding.memory_kind:
             return None
         if source == sharding and x.committed:

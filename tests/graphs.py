@@ -147,6 +147,14 @@ def naive_splits(graph: Graph, backends: Sequence[int]) -> int:
     return sum(1 for i, b in enumerate(order) if i == 0 or order[i - 1] != b)
 
 
+def from_weights(graph: Graph, made_by: Sequence[int], node: int) -> bool:
+    """Whether a node reads nothing but weights, by itself or through others like it."""
+    return all(
+        graph.tensors[t].kind is Kind.WEIGHT if made_by[t] < 0 else from_weights(graph, made_by, made_by[t])
+        for t in graph.nodes[node].inputs
+    )
+
+
 def sanity(graph: Graph, splits: Sequence[Split], assignment: Assignment) -> None:
     """Assert that the splits compute the graph: the rules of `split_graph`, checked one by one."""
     made_by, home = graph.producers(), assignment.node_backend
@@ -158,7 +166,7 @@ def sanity(graph: Graph, splits: Sequence[Split], assignment: Assignment) -> Non
         assert split.nodes, "an empty split"
         assert list(split.nodes) == sorted(set(split.nodes))
         assert split.recomputed == tuple(i for i in split.nodes if home[i] != split.backend)
-        assert all(graph.nodes[i].is_cheap for i in split.recomputed)
+        assert all(graph.nodes[i].is_cheap or from_weights(graph, made_by, i) for i in split.recomputed)
         made = [t for i in split.nodes for t in graph.nodes[i].outputs]
         used = list(dict.fromkeys(t for i in split.nodes for t in graph.nodes[i].inputs if t not in made))
         assert sorted(split.inputs) == sorted(used)

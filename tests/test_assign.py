@@ -265,6 +265,29 @@ def test_the_first_that_has_the_op() -> None:
     assert placed(assign(b.build([b.op("dot_general", b.x(), w)]), devices, weights={w: (1,)})) == [(2, "3.best")]
 
 
+def test_a_node_beside_its_weight_does_not_join_its_neighbours() -> None:
+    b = Draft()
+    w, v = b.w("w"), b.w("v")
+    h = b.op("dot_general", b.x(), v)
+    h = b.op("fft", h, w)
+    devices = gpus(3)
+    devices[0].lacks = ["fft"]
+    held = {w: (0,), v: (2,)}
+    assert placed(assign(b.build([h]), devices, weights=held)) == [(2, "1.wgt1"), (1, "3.best")]
+
+
+def test_the_first_that_has_the_op_may_be_the_first_of_all() -> None:
+    b = Draft()
+    w, tied = b.w("w"), b.w("tied")
+    h = b.op("dot_general", b.x(), w)
+    h = b.op("fft", h)
+    h = b.op("fft", h, tied)
+    devices = gpus(3)
+    devices[1].lacks = ["fft"]
+    held = {w: (1,), tied: (2, 3)}
+    assert placed(assign(b.build([h]), devices, weights=held)) == [(1, "1.wgt1"), (0, "3.best"), (0, "3.best")]
+
+
 def test_support_may_depend_on_the_node() -> None:
     def only_small(node: Node) -> bool:
         return len(node.inputs) > 2

@@ -140,6 +140,28 @@ def test_inputs_weights_and_repeatable_values_cross_for_free() -> None:
     assert part.weight_nbytes == (1000, 1000)
 
 
+def test_a_repeatable_value_counts_as_its_operand() -> None:
+    b = Draft()
+    h = b.x()
+    small = b.op("exp", h, nbytes=1, flops=0.0)
+    big = b.op("broadcast_in_dim", small, nbytes=10_000, flops=0.0)
+    for i in range(41):
+        operands = [h, big] if i == 20 else [h]
+        h = b.op("exp", *operands, nbytes=1 if i == 19 else 50, flops=10.0)
+    part = partition(b.build([h]), [FakeDevice(bytes_per_s=1e12), FakeDevice(bytes_per_s=1e12)])
+    assert shares(part.node_backend, 2) == [22, 21]  # where `h` is narrow, though `big` is still read
+
+
+def test_an_idle_device_saves_a_crossing() -> None:
+    b = Draft()
+    h = b.x()
+    for flops in (100.0, 1.0, 100.0):
+        h = b.op("exp", h, nbytes=10, flops=flops)
+    part = partition(b.build([h]), devices(1, 0.05, 1))
+    assert sorted(set(part.node_backend)) == [0, 2]
+    assert max(part.seconds) == pytest.approx(101.0)
+
+
 def test_constants_stand_beside_their_reader() -> None:
     """A model that casts all its weights at the start would else have them all on the first device."""
     b = Draft()

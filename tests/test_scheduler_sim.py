@@ -274,6 +274,7 @@ async def test_a_memory_limit_is_checked_before_anything_is_allocated() -> None:
 # Size --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(300)
 async def test_a_thousand_devices_and_a_thousand_evaluations() -> None:
     n, cost_s = 1000, 2.0**-10
     cluster = Cluster(n, split_cost_s=cost_s)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from aiopipe.graph import Graph
 from aiopipe.sched.assign import Assignment, assign
-from aiopipe.sched.split import HOST, Copy, Split, _runs, _schedule, _wanted, split_graph
+from aiopipe.sched.order import in_rounds, make_runs
+from aiopipe.sched.split import HOST, Copy, Split, _constant, _wanted, split_graph
 from graphs import Draft, chain, gpus, naive_splits, random_graph, sanity, transformer
 
 
@@ -279,6 +280,14 @@ def test_an_operand_that_is_there_anyway_costs_nothing() -> None:
     assert second.recomputed == (1,)
 
 
+def test_an_operand_read_twice_is_brought_once() -> None:
+    b = Draft()
+    a = b.op("mul", b.x(), nbytes=60)
+    big = b.op("broadcast_in_dim", a, a, nbytes=100)
+    _, second = split(b.build([b.op("mul", big)]), [0, 0, 1])
+    assert second.recomputed == (1,)
+
+
 def test_a_graph_output_is_made_at_home_and_repeated_elsewhere() -> None:
     b = Draft()
     i = b.op("iota", nbytes=1000)
@@ -317,14 +326,25 @@ def test_values_from_weights_wait_for_their_reader() -> None:
     assert w in last.inputs
 
 
+@pytest.mark.parametrize(("nbytes", "waits"), [(16, True), (8, True), (4, False)])
+def test_cheap_values_wait_unless_their_operand_is_larger(nbytes: int, waits: bool) -> None:
+    b = Draft()
+    a = b.op("mul", b.x(), nbytes=8)
+    cheap = b.op("convert_element_type", a, nbytes=nbytes)
+    far = b.op("mul", a)
+    first, _, last = split(b.build([b.op("add", far, cheap)]), [0, 0, 1, 0])
+    assert first.nodes == ((0,) if waits else (0, 1))
+    assert last.nodes == ((1, 3) if waits else (3,))
+
+
 def test_values_from_weights_that_another_backend_needs_do_not_wait() -> None:
     b = Draft()
-    wide = b.op("dequantize", b.w(), nbytes=4000)
-    h = b.op("dot_general", b.x(), wide)
-    y = b.op("dot_general", h, wide)
+    row = b.op("reduce_sum", b.w(), nbytes=4)  # too small to bring the weight instead
+    h = b.op("dot_general", b.x(), row)
+    y = b.op("dot_general", h, row)
     first, second = split(b.build([y]), [0, 0, 1])
     assert first.nodes == (0, 1)
-    assert second.copies[-1] == Copy(wide, 0, 4000)
+    assert second.copies[-1] == Copy(row, 0, 4)
 
 
 # -- the whole -----------------------------------------------------------------------------------
@@ -389,7 +409,7 @@ class CountingList(list[int]):
 
 @pytest.mark.parametrize("n", [100, 1000])
 def test_scheduling_looks_at_each_edge_a_bounded_number_of_times(n: int) -> None:
-    """Also where one node waits for many, which are ready one after the other on several backends."""
+    """Also where one node waits for many, and is looked at whenever its backend has a turn."""
     b = Draft()
     h = b.x()
     links = []
@@ -397,9 +417,65 @@ def test_scheduling_looks_at_each_edge_a_bounded_number_of_times(n: int) -> None
         h = b.op("mul", h)
         links.append(h)
     graph = b.build([b.op("concatenate", *links) for _ in range(3)])
-    assignment = placed(graph, [i % 7 for i in range(n)] + [7, 7, 8])
+    assignment = placed(graph, [i % 7 for i in range(n)] + [3, 3, 3])
     made_by = graph.producers()
-    runs = _runs(graph, assignment, made_by, _wanted(graph, assignment, made_by))
+    wanted = _wanted(graph, assignment, made_by, _constant(graph, made_by))
+    runs = make_runs(graph, assignment, made_by, wanted.at_home, wanted.repeated)
     counting = runs.sources = CountingList(runs.sources)
-    assert len(_schedule(runs)) == n + 2
+    assert len(in_rounds(graph, runs)) == n + 1
     assert counting.looks <= 3 * len(counting)
+
+
+def towers_and_join(flops: float) -> tuple[Graph, Sequence[Split]]:
+    """Two towers on two devices, and a node on the second that joins them."""
+    b = Draft()
+    x = b.x()
+    left = b.op("dot_general", x, b.w("l"), flops=flops)
+    right = b.op("dot_general", x, b.w("r"), flops=flops)
+    graph = b.build([b.op("dot_general", right, left, b.w("j"))])
+    weights = {t.id: (i,) for t, i in zip(graph.weights, (0, 1, 1), strict=True)}
+    return graph, split_graph(graph, assign(graph, gpus(2), weights=weights))
+
+
+def test_a_tower_does_not_wait_for_the_one_that_it_joins_later() -> None:
+    """The work before the join overlaps with the other tower's: worth a split of its own."""
+    _, splits = towers_and_join(flops=1e9)
+    assert [(s.backend, s.nodes, s.depends) for s in splits] == [(0, (0,), ()), (1, (1,), ()), (1, (2,), (0, 1))]
+
+
+def test_work_too_short_to_overlap_is_worth_no_split() -> None:
+    _, splits = towers_and_join(flops=10)
+    assert [(s.backend, s.nodes, s.depends) for s in splits] == [(0, (0,), ()), (1, (1, 2), (0,))]
+
+
+def test_a_pipeline_is_parted_nowhere() -> None:
+    graph = chain(8, flops=1e9)
+    weights = {t.id: (i // 2,) for i, t in enumerate(graph.weights)}
+    splits = split_graph(graph, assign(graph, gpus(4), weights=weights))
+    assert [s.backend for s in splits] == [0, 1, 2, 3]
+
+
+def test_what_is_computed_from_weights_alone_follows_its_reader() -> None:
+    """The weight goes there once; its transpose would go there in every evaluation."""
+    b = Draft()
+    w = b.w("w", 64)
+    h = b.op("dot_general", b.x(), w)
+    turned = b.op("transpose", w, nbytes=64)
+    graph = b.build([b.op("dot_general", b.op("dot_general", h, b.w("v")), turned)])
+    weights = {t.id: (i,) for i, t in enumerate(graph.weights)}
+    pins = {graph.outputs[0].id: 1}
+    splits = split_graph(graph, assign(graph, gpus(2), weights=weights, pins=pins))
+    assert [[c.tensor for c in s.copies] for s in splits] == [[graph.inputs[0].id], [h]]
+    assert w in splits[1].inputs and splits[1].recomputed == (1,)
+
+
+def test_a_small_value_computed_from_a_large_weight_is_moved() -> None:
+    b = Draft()
+    w = b.w("w", 64)
+    h = b.op("dot_general", b.x(), w)
+    row = b.op("reduce_sum", w, nbytes=4)
+    graph = b.build([b.op("dot_general", b.op("dot_general", h, b.w("v")), row)])
+    weights = {t.id: (i,) for i, t in enumerate(graph.weights)}
+    splits = split_graph(graph, assign(graph, gpus(2), weights=weights, pins={graph.outputs[0].id: 1}))
+    assert row in [c.tensor for c in splits[1].copies]
+    assert w not in splits[1].inputs

@@ -25,6 +25,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("_jaxpr",),
     ("_jax_cost", "_jax_lift"),
     ("trace", "backend", "streaming", "devices.clock", "devices.simops", "sched.assign", "sched.partition"),
+    ("sched.order",),
     ("statistics", "devices.xla", "devices.simvalue", "sched.split"),
     ("devices.simbackend", "sched.alloc", "sched.lower"),
     ("devices.sim", "sched.plan", "sched.state"),

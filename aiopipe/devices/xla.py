@@ -154,20 +154,23 @@ class XlaBackend(Backend):
 
     def transfer(self, values: Sequence[Any]) -> Sequence[Any]:
         """Views of ready values where memory is shared; else asynchronous copies."""
-        out: list[Any] = []
+        out = list(values)
         moving: list[int] = []
-        for value in values:
+        for i, value in enumerate(out):
             if self._aliases_host:
                 kind = type(value)
                 if kind is np.ndarray:
-                    out.append(value)  # the compiled call reads it in place
+                    continue  # the compiled call reads it in place
+                if (
+                    kind is _jax.ArrayImpl
+                    and value.platform() == "cpu"
+                    and not value.is_deleted()
+                    and value.is_ready()
+                    and (view := np.asarray(value)).nbytes <= self._view_nbytes
+                ):
+                    out[i] = view
                     continue
-                if kind is _jax.ArrayImpl and value.platform() == "cpu" and value.nbytes <= self._view_nbytes:
-                    if _jax.is_ready(value):
-                        out.append(_jax.host_view(value))
-                        continue
-            moving.append(len(out))
-            out.append(value)
+            moving.append(i)
         if moving:
             moved = _jax.put([out[i] for i in moving], self.jax_device)
             for i, value in zip(moving, moved, strict=True):

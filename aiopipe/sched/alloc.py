@@ -48,15 +48,26 @@ def donations(graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps
         for t in split.inputs:
             last_reader[t, split.backend] = split.index
         copied.update((c.tensor, split.backend) for c in split.copies if c.src != HOST)
-    result = []
+    tensors = graph.tensors
+    result: list[tuple[int, ...]] = []
     for split in splits:
-        free = Counter((graph.tensors[t].shape, graph.tensors[t].dtype) for t in split.outputs)
+        view_nbytes = props[split.backend].view_nbytes
+        own = [
+            position
+            for position, t in enumerate(split.inputs)
+            if (t, split.backend) in copied
+            and last_reader[t, split.backend] == split.index
+            and tensors[t].nbytes > view_nbytes
+        ]
+        if not own:
+            result.append(())
+            continue
+        free = Counter((tensors[t].shape, tensors[t].dtype) for t in split.outputs)
         donated = []
-        for position, t in enumerate(split.inputs):
-            tensor, place = graph.tensors[t], (t, split.backend)
+        for position in own:
+            tensor = tensors[split.inputs[position]]
             kind = (tensor.shape, tensor.dtype)
-            own = place in copied and last_reader[place] == split.index
-            if own and tensor.nbytes > props[split.backend].view_nbytes and free[kind] > 0:
+            if free[kind] > 0:
                 free[kind] -= 1
                 donated.append(position)
         result.append(tuple(donated))

@@ -25,8 +25,10 @@ def lower(graph: Graph, splits: Sequence[Split], donate: Sequence[tuple[int, ...
     """
     programs = []
     tensors = graph.tensors
+    keys: dict[Hashable, Hashable] = {}  # equal layers share one key, which may be as long as the layer
     for split, donated in zip(splits, donate, strict=True):
         nodes = tuple(graph.nodes[i] for i in split.nodes)
+        key = _key(graph, split, donated)
         programs.append(
             Program(
                 name=f"{graph.name}_{nodes[0].op}_{split.index}",
@@ -35,7 +37,7 @@ def lower(graph: Graph, splits: Sequence[Split], donate: Sequence[tuple[int, ...
                 outputs=tuple(tensors[t] for t in split.outputs),
                 donate=donated,
                 config=graph.config,
-                key=_key(graph, split, donated),
+                key=keys.setdefault(key, key),
             )
         )
     return tuple(programs)

@@ -281,20 +281,23 @@ def _order(graph: Graph) -> _Ints:
     constant = bytearray(tensor.kind is Kind.WEIGHT for tensor in graph.tensors)
     floats = bytearray(n)
     for node in graph.nodes:
-        if not node.has_effect and all([constant[t] for t in node.inputs]):
-            floats[node.index] = 1
+        for t in node.inputs:
+            if not constant[t]:
+                break
+        else:
+            floats[node.index] = not node.has_effect
             for t in node.outputs:
-                constant[t] = 1
+                constant[t] = not node.has_effect
     place = list(range(n))
     reader = [n] * n
     for node in reversed(graph.nodes):
-        i = node.index
-        if floats[i] and reader[i] < n:
-            place[i] = reader[i]
+        here = node.index
+        if floats[here] and reader[here] < n:
+            place[here] = here = reader[here]
         for t in node.inputs:
             source = made_by[t]
-            if source >= 0 and floats[source]:
-                reader[source] = min(reader[source], place[i])
+            if source >= 0 and floats[source] and here < reader[source]:
+                reader[source] = here
     return np.argsort(np.array(place, np.int64), kind="stable").astype(np.int64)
 
 
@@ -304,21 +307,19 @@ def _crossing(graph: Graph, order: _Ints) -> _Floats:
     Weights and inputs do not count, and a cheap value counts no more than its operands: it can be repeated.
     """
     n, tensors = len(graph.nodes), graph.tensors
-    position = np.empty(n, np.int64)
-    position[order] = np.arange(n)
-    position_list = position.tolist()
+    position = np.argsort(order).tolist()  # of a node in the order
     size = [0.0] * len(tensors)
-    made = [0] * len(tensors)
-    read = [0] * len(tensors)
+    made, read = [0] * len(tensors), [0] * len(tensors)
     for node in graph.nodes:
-        here = position_list[node.index]
+        here = position[node.index]
         for t in node.inputs:
             if read[t] < here:
                 read[t] = here
-        bound = sum([size[t] for t in set(node.inputs)]) if node.is_cheap else math.inf
+        cheap = node.is_cheap
         for t in node.outputs:
-            made[t] = here
-            size[t] = min(float(tensors[t].nbytes), bound)
+            made[t], size[t] = here, tensors[t].nbytes
+            if cheap:
+                size[t] = min(size[t], sum([size[t] for t in set(node.inputs)]))
     change = np.zeros(n + 2)
     sizes, begins, ends = np.array(size, np.float64), np.array(made, np.int64), np.array(read, np.int64)
     alive = ends > begins
@@ -339,12 +340,10 @@ def _round_to_few(intensities: Sequence[float]) -> list[float]:
 def _least(values: _Floats, low: _Ints, high: _Ints) -> _Floats:
     """Minimum of ``values[low[i]:high[i] + 1]`` for each i, infinity where that is empty: a sparse table."""
     result, some = np.full(len(low), np.inf), np.flatnonzero(high >= low)
-    if not len(some):
-        return result
     low, high = low[some], high[some]
     level = np.frexp((high - low + 1).astype(np.float64))[1] - 1  # floor of the length's logarithm
     table, least = values, np.empty(len(some))
-    for k in range(int(level.max()) + 1):
+    for k in range(int(level.max(initial=-1)) + 1):
         here = level == k
         least[here] = np.minimum(table[low[here]], table[high[here] + 1 - (1 << k)])
         if len(table) > 1 << k:
@@ -392,9 +391,10 @@ def _finish(graph: Graph, devices: Sequence[Device], work: _Work, cuts: Sequence
     backend = np.empty(work.n, np.int64)
     backend[work.order] = at_position
     n = len(devices)
-    read_on: dict[int, list[int]] = {}
+    weights: dict[int, tuple[int, ...]] = {}
+    alone = [(b,) for b in range(n)]  # shared: most weights are read on one device
     for key in np.unique(work.reads.weight * n + at_position[work.reads.at]).tolist():
-        read_on.setdefault(key // n, []).append(key % n)
-    weights = {t: tuple(on) for t, on in read_on.items()}
+        t, b = divmod(key, n)
+        weights[t] = (*weights[t], b) if t in weights else alone[b]
     seconds = tuple(work.seconds(i, begin, end) for i, (begin, end) in enumerate(pieces))
     return Partition(tuple(backend.tolist()), weights, seconds, tuple(nbytes))

@@ -173,7 +173,7 @@ class _Feed:
         self._number_inputs(splits)
         drafts = [self._draft(split) for split in splits]
         self._collect_results(assignment)
-        self._finish(splits, drafts)
+        self._finish(drafts)
 
     def _number_inputs(self, splits: Sequence[Split]) -> None:
         read = {t for split in splits for t in split.inputs}
@@ -218,25 +218,17 @@ class _Feed:
                 home = assignment.node_backend[made_by[tensor.id]]
                 self.results.append(("env", self._slots[tensor.id, home]))
 
-    def _finish(self, splits: Sequence[Split], drafts: Sequence[LaunchList]) -> None:
-        last_use: dict[int, int] = {}
-        for index, draft in enumerate(drafts):
-            for slot in draft.outputs:
-                last_use[slot] = index
-            for read, fill in draft.moves:
-                last_use[read] = last_use[fill] = index
-            for _, slot in draft.gather:
-                last_use[slot] = index
-        for kind, slot in self.results:
-            if kind != "weight":
-                last_use.pop(slot, None)
-        frees: list[list[int]] = [[] for _ in drafts]
-        for slot, index in last_use.items():
-            frees[index].append(slot)
-        for draft, free in zip(drafts, frees, strict=True):
+    def _finish(self, drafts: Sequence[LaunchList]) -> None:
+        """Let each slot go after its last use: backwards, where a slot that was not seen yet is used last."""
+        used_later = {slot for kind, slot in self.results if kind != "weight"}
+        for draft in reversed(drafts):
+            touched = [*draft.outputs, *(slot for _, slot in draft.gather), *(s for move in draft.moves for s in move)]
+            frees = tuple(slot for slot in dict.fromkeys(touched) if slot not in used_later)
+            used_later.update(frees)
             self.launch_lists.append(
-                LaunchList(draft.weights, draft.gather, draft.moves, draft.outputs, tuple(free), draft.marker)
+                LaunchList(draft.weights, draft.gather, draft.moves, draft.outputs, frees, draft.marker)
             )
+        self.launch_lists.reverse()
 
 
 def segments_of(splits: Sequence[Split], lane_of: Sequence[int]) -> tuple[Segment, ...]:

@@ -5,7 +5,7 @@ changes. Here three passes do it, each a walk over the graph, and none touches t
 
 1. *demand*: backwards, which value is wanted on which backend. What nobody wants is dropped; a
    cheap node is repeated where its operands are fewer bytes than its result.
-2. *schedule*: in which order, so that the backend changes seldom.
+2. *order* (`order.py`): in which order, so that the backend changes seldom.
 3. *build*: the splits, their inputs, copies and outputs.
 """
 
@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..graph import Graph, Kind
+from ..graph import Graph, Kind, Node
 from .assign import Assignment
+from .order import Runs, in_rounds, make_runs
 
 __all__ = ["HOST", "Copy", "Split", "split_graph"]
 
@@ -83,8 +84,24 @@ def split_graph(graph: Graph, assignment: Assignment) -> tuple[Split, ...]:
         The splits in an order in which they can run. There is no limit on splits, inputs or backends.
     """
     made_by = graph.producers()
-    runs = _runs(graph, assignment, made_by, _wanted(graph, assignment, made_by))
-    return _build(graph, runs, _schedule(runs))
+    constant = _constant(graph, made_by)
+    wanted = _wanted(graph, assignment, made_by, constant)
+    runs = make_runs(graph, assignment, made_by, wanted.at_home, wanted.repeated)
+    return _build(graph, runs, in_rounds(graph, runs))
+
+
+def _constant(graph: Graph, made_by: Sequence[int]) -> bytearray:
+    """For each node whether it reads nothing but weights, by itself or through others like it."""
+    constant = bytearray(len(graph.nodes))
+    tensors = graph.tensors
+    for node in graph.nodes:
+        for t in node.inputs:
+            source = made_by[t]
+            if not (constant[source] if source >= 0 else tensors[t].kind is Kind.WEIGHT):
+                break
+        else:
+            constant[node.index] = 1
+    return constant
 
 
 # -- demand: what is wanted where ----------------------------------------------------------------
@@ -99,18 +116,27 @@ class _Wanted:
     repeated: dict[int, list[int]] = field(default_factory=dict)  # node -> those where it runs again
 
 
-def _wanted(graph: Graph, assignment: Assignment, made_by: Sequence[int]) -> _Wanted:
+def _wanted(graph: Graph, assignment: Assignment, made_by: Sequence[int], constant: bytearray) -> _Wanted:
     """Decide where nodes run: first what could be wanted, then what repeating costs, then what is wanted."""
-    could = _demand(graph, assignment.node_backend, made_by, None)
-    candidates = [i for i in sorted(could.abroad) if graph.nodes[i].is_cheap]
+    could = _demand(graph, assignment.node_backend, made_by, constant, None)
+    candidates = [i for i in sorted(could.abroad) if _repeatable(graph.nodes[i], constant)]
     if not candidates:
         return could
-    worth = _worth_repeating(graph, assignment, made_by, could, candidates)
-    return _demand(graph, assignment.node_backend, made_by, worth)
+    worth = _worth_repeating(graph, assignment, made_by, constant, could, candidates)
+    return _demand(graph, assignment.node_backend, made_by, constant, worth)
+
+
+def _repeatable(node: Node, constant: bytearray) -> bool:
+    """Whether a consumer may run the node again: it costs little, or its operands can be there for good."""
+    return node.is_cheap or (constant[node.index] == 1 and not node.has_effect)
 
 
 def _demand(
-    graph: Graph, home: Sequence[int], made_by: Sequence[int], worth: set[tuple[int, int]] | None
+    graph: Graph,
+    home: Sequence[int],
+    made_by: Sequence[int],
+    constant: bytearray,
+    worth: set[tuple[int, int]] | None,
 ) -> _Wanted:
     """Walk backwards from the outputs and the effects.
 
@@ -118,6 +144,7 @@ def _demand(
         graph: the graph.
         home: backend of each node.
         made_by: node of each tensor, or -1.
+        constant: for each node whether it reads nothing but weights.
         worth: the (node, backend) that are repeated rather than received. Without it, what could
             be wanted: the operands of a cheap node both at home and wherever its result is read.
     """
@@ -132,7 +159,7 @@ def _demand(
         reads = [here]
         if i in abroad:
             again = []
-            if node.is_cheap:
+            if _repeatable(node, constant):
                 again = [b for b in abroad[i] if worth is None or (i, b) in worth]
                 if again and worth is not None:
                     wanted.repeated[i] = sorted(again)
@@ -157,9 +184,17 @@ def _demand(
 
 
 def _worth_repeating(
-    graph: Graph, assignment: Assignment, made_by: Sequence[int], could: _Wanted, candidates: Sequence[int]
+    graph: Graph,
+    assignment: Assignment,
+    made_by: Sequence[int],
+    constant: bytearray,
+    could: _Wanted,
+    candidates: Sequence[int],
 ) -> set[tuple[int, int]]:
-    """The cheap (node, backend) whose operands, as far as they are not there yet, are fewer bytes than their result.
+    """The (node, backend) whose operands, as far as they are not there yet, are fewer bytes than their result.
+
+    What is computed from weights alone is repeated also at the same number of bytes: a weight is
+    brought there once, the result would be in every evaluation.
 
     In the order of the graph, so that a chain (iota, convert, broadcast) is weighed as a whole.
     """
@@ -187,140 +222,15 @@ def _worth_repeating(
                 elif tensors[t].kind is Kind.INPUT or b not in assignment.leaf_backends[t]:
                     cost += tensors[t].nbytes
             costs[i, b] = cost
-            if cost < result:
+            if cost < result or (constant[i] and cost == result):
                 worth.add((i, b))
     return worth
-
-
-# -- schedule: in which order ----------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Runs:
-    """Each (node, backend) that is computed: a run. Ascending by node; flat, to spare the garbage collector."""
-
-    node: list[int] = field(default_factory=list)
-    backend: list[int] = field(default_factory=list)
-    again: bytearray = field(default_factory=bytearray)  # away from home: a repeat
-    lazy: bytearray = field(default_factory=bytearray)  # belongs into the first split that reads it
-    sources: list[int] = field(default_factory=list)  # runs that make the operands; -1: a leaf
-    begin: list[int] = field(default_factory=lambda: [0])  # run r's part of `sources` is begin[r]:begin[r + 1]
-
-
-def _runs(graph: Graph, assignment: Assignment, made_by: Sequence[int], wanted: _Wanted) -> _Runs:
-    """Number the runs and link them.
-
-    A run is lazy where it would otherwise be drawn into the first split of its backend, long before its
-    only readers, and its result would have to be kept: values computed from weights or from nothing,
-    and cheap ones that are no smaller than their operands.
-    """
-    runs = _Runs()
-    tensors, home, sources, begin = graph.tensors, assignment.node_backend, runs.sources, runs.begin
-    constant = bytearray(tensor.kind is Kind.WEIGHT for tensor in tensors)
-    at_home = [-1] * (len(graph.nodes) + 1)  # node -> its run at home; the last entry answers for -1, a leaf
-    away: dict[int, int] = {}  # node and backend -> a run elsewhere
-    newest_effect: dict[int, int] = {}
-    stride = max(home, default=0) + 1
-
-    def add(node: int, backend: int, again: bool, lazy: bool) -> int:
-        runs.node.append(node)
-        runs.backend.append(backend)
-        runs.again.append(again)
-        runs.lazy.append(lazy)
-        begin.append(len(sources))
-        return len(runs.node) - 1
-
-    for node in graph.nodes:
-        i, inputs = node.index, node.inputs
-        light = not node.has_effect
-        for t in inputs:
-            if not constant[t]:
-                light = False
-                break
-        if light:
-            for t in node.outputs:
-                constant[t] = 1
-        if wanted.at_home[i]:
-            here = home[i]
-            for t in inputs:
-                source = made_by[t]
-                if home[source] == here or source < 0:
-                    sources.append(at_home[source])
-                else:
-                    sources.append(away.get(source * stride + here, at_home[source]))
-            if node.has_effect:  # effects keep their order
-                sources.append(newest_effect.get(here, -1))
-                newest_effect[here] = len(runs.node)
-            alone = wanted.at_home[i] == 1
-            if alone and not light and node.is_cheap:
-                read = sum([tensors[t].nbytes for t in inputs if made_by[t] >= 0])
-                light = read <= sum([tensors[t].nbytes for t in node.outputs])
-            at_home[i] = add(i, here, False, alone and light)
-        for b in wanted.repeated.get(i, ()):
-            sources.extend([away.get(made_by[t] * stride + b, at_home[made_by[t]]) for t in inputs])
-            away[i * stride + b] = add(i, b, True, True)
-    return runs
-
-
-def _schedule(runs: _Runs) -> list[list[int]]:
-    """Group the runs into splits: stay on a backend while anything there can run.
-
-    Then go on with the first run, in the graph's order, that is left. It can always run, and its round
-    runs whatever a split made by following the graph's order would: so there are never more rounds
-    than such splits. A run that cannot go yet waits on one of the runs that it needs, and its
-    iterator remembers how far it has looked: each edge is looked at once.
-    """
-    n, lazy, backends, sources, begin = len(runs.node), runs.lazy, runs.backend, runs.sources, runs.begin
-    done = bytearray(n) + b"\x01"  # the last entry answers for -1, a leaf
-    ready: dict[int, list[int]] = {}
-    for run, backend in enumerate(backends):
-        ready.setdefault(backend, []).append(run)
-    waiting: dict[int, list[int]] = {}
-    looked = begin[:]
-    rounds: list[list[int]] = []
-    for first in range(n):
-        if done[first] or lazy[first]:
-            continue
-        backend = backends[first]
-        queue, ready[backend] = ready[backend], []
-        members = []
-        for run in queue:  # grows on the way
-            for k in range(looked[run], begin[run + 1]):
-                if not done[sources[k]]:
-                    looked[run] = k
-                    waiting.setdefault(sources[k], []).append(run)
-                    break
-            else:
-                done[run] = 1
-                if not lazy[run]:
-                    members.append(run)
-                if run in waiting:
-                    for woken in waiting.pop(run):
-                        (queue if backends[woken] == backend else ready[backends[woken]]).append(woken)
-        rounds.append(members)
-    _pull_lazy(runs, rounds)
-    for members in rounds:
-        members.sort()
-    return rounds
-
-
-def _pull_lazy(runs: _Runs, rounds: list[list[int]]) -> None:
-    """Put each lazy run into the first round that reads it."""
-    if 1 not in runs.lazy:
-        return
-    left = runs.lazy + b"\x00"
-    for members in rounds:
-        for run in members:  # grows on the way
-            for source in runs.sources[runs.begin[run] : runs.begin[run + 1]]:
-                if left[source]:
-                    left[source] = 0
-                    members.append(source)
 
 
 # -- build -----------------------------------------------------------------------------------------
 
 
-def _build(graph: Graph, runs: _Runs, rounds: list[list[int]]) -> tuple[Split, ...]:
+def _build(graph: Graph, runs: Runs, rounds: list[list[int]]) -> tuple[Split, ...]:
     """Make the splits: who reads, brings and hands on what."""
     tensors, nodes, backends = graph.tensors, graph.nodes, runs.backend
     split_of = [-1] * (len(runs.node) + 1)
@@ -371,7 +281,7 @@ def _build(graph: Graph, runs: _Runs, rounds: list[list[int]]) -> tuple[Split, .
     return tuple(splits)
 
 
-def _results(graph: Graph, runs: _Runs) -> set[int]:
+def _results(graph: Graph, runs: Runs) -> set[int]:
     """The graph's outputs, as tensor and backend: they leave the split that makes them at home."""
     stride = max(runs.backend, default=0) + 1
     made = {tensor.id for tensor in graph.outputs if tensor.kind is Kind.NODE}

@@ -1,0 +1,211 @@
+"""How long planning takes, without compiling: assign, split, size, lower; and automatic placement.
+
+    python benchmarks/planning.py [--nodes 1000,10000,100000] [--kinds layers,zigzag,wide] [--repetitions 3]
+
+Graphs built by hand, over four devices. *layers*: blocks of ten nodes whose weights lie on the devices in
+turn, a quarter of the depth each. *zigzag*: a chain whose every node is on another device than the one
+before, so that there are as many splits as nodes. *wide*: a thousand branches side by side, that meet at
+the end. Seconds are the best of the repetitions; `growth` is the time for each node, over that in the
+graph of a tenth of the size: 1 means linear. Memory is what planning allocates at its peak, by tracemalloc.
+Tracing, which is mostly JAX's own time, is reported beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+import tracemalloc
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from _common import finish, progress
+
+import aiopipe as ap
+from aiopipe.devices.base import Device
+from aiopipe.devices.sim import Cluster
+from aiopipe.graph import Graph, GraphBuilder
+from aiopipe.sched.partition import partition
+from aiopipe.sched.plan import make_plan
+
+N_DEVICES = 4
+NARROW, WIDE, MATRIX = 1 << 10, 1 << 12, 1 << 20
+
+Held = Mapping[int, tuple[int, ...]]
+
+
+class Named:
+    """An op that is known by its name alone: nothing here is run."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def signature(self) -> Hashable:
+        return self.name
+
+
+OPS = {name: Named(name) for name in "gather norm dot_general softmax add relu concatenate".split()}
+
+
+class Draft(GraphBuilder):
+    """Vectors of bytes; the backend of each weight is noted in `held`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.held: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self._nodes)
+
+    def w(self, backend: int, nbytes: int = MATRIX) -> int:
+        tid = self.weight(f"w{len(self.held)}", (nbytes,), "int8", nbytes)
+        self.held[tid] = (backend,)
+        return tid
+
+    def op(self, op: str, *inputs: int, nbytes: int = NARROW) -> int:
+        flops = 2e6 if op == "dot_general" else 1e3
+        return self.node(op, inputs, [((nbytes,), "int8", nbytes)], fn=OPS[op], source="model.py:1", flops=flops)[0]
+
+
+def layers(n_nodes: int) -> Draft:
+    """Blocks like a transformer's, ten nodes each, narrow where they meet."""
+    b = Draft("layers")
+    h = b.input("x", (NARROW,), "int8", NARROW)
+    n_blocks = n_nodes // 10
+    for i in range(n_blocks):
+        home = i * N_DEVICES // n_blocks
+        n = b.op("norm", h, b.w(home, NARROW))
+        q, k, v = (b.op("dot_general", n, b.w(home), nbytes=WIDE) for _ in range(3))
+        probs = b.op("softmax", b.op("dot_general", q, k, nbytes=WIDE), nbytes=WIDE)
+        mixed = b.op("dot_general", probs, v, nbytes=WIDE)
+        up = b.op("relu", b.op("dot_general", mixed, b.w(home), nbytes=WIDE), nbytes=WIDE)
+        h = b.op("add", h, up)
+    return finished(b, [h])
+
+
+def zigzag(n_nodes: int) -> Draft:
+    b = Draft("zigzag")
+    h = b.input("x", (NARROW,), "int8", NARROW)
+    for i in range(n_nodes):
+        h = b.op("dot_general", h, b.w(i % N_DEVICES))
+    return finished(b, [h])
+
+
+def wide(n_nodes: int) -> Draft:
+    b = Draft("wide")
+    x = b.input("x", (NARROW,), "int8", NARROW)
+    n_branches = min(1000, n_nodes // 10)
+    ends = []
+    for i in range(n_branches):
+        h = x
+        for j in range((n_nodes - 1) // n_branches):
+            h = b.op("dot_general", h, b.w(i % N_DEVICES)) if j % 2 == 0 else b.op("relu", h)
+        ends.append(h)
+    return finished(b, [b.op("concatenate", *ends)])
+
+
+def finished(b: Draft, outputs: list[int]) -> Draft:
+    b.graph = b.build(outputs)  # type: ignore[attr-defined]
+    return b
+
+
+KINDS: dict[str, Callable[[int], Draft]] = {"layers": layers, "zigzag": zigzag, "wide": wide}
+
+
+def best_s(call: Callable[[], object], repetitions: int) -> float:
+    """Seconds of the fastest call."""
+    times = []
+    for _ in range(repetitions):
+        gc.collect()
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def peak_nbytes(call: Callable[[], object]) -> int:
+    """Bytes allocated at the most, above what there was."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def measure(kind: str, n_nodes: int, devices: Sequence[Device], repetitions: int, memory: bool) -> dict[str, Any]:
+    draft = KINDS[kind](n_nodes)
+    graph: Graph = draft.graph  # type: ignore[attr-defined]
+    n = len(graph.nodes)
+
+    def plan() -> object:
+        return make_plan(graph, devices, weights=draft.held)
+
+    result: dict[str, Any] = {"kind": kind, "nodes": n, "splits": make_plan(graph, devices, weights=draft.held).n_splits}
+    result["plan_s"] = round(best_s(plan, repetitions), 4)
+    result["us_per_node"] = round(result["plan_s"] / n * 1e6, 2)
+    if memory:
+        result["peak_bytes_per_node"] = round(peak_nbytes(plan) / n)
+    result["partition_s"] = round(best_s(lambda: partition(graph, devices), 1), 4)
+    progress(f"{kind} of {n} nodes: planned in {result['plan_s']:.3f} s, partitioned in {result['partition_s']:.3f} s")
+    return result
+
+
+def trace_s(n_nodes: int) -> dict[str, Any]:
+    """Seconds that JAX takes to trace a chain, and that `aiopipe.trace` takes, JAX's part included."""
+    params = {str(i): jnp.ones((4, 4)) for i in range(n_nodes // 2)}
+    x = jax.ShapeDtypeStruct((1, 4), "float32")
+
+    def model(params: Any, x: Any) -> Any:
+        for w in params.values():
+            x = jnp.tanh(x @ w)
+        return x
+
+    def fresh() -> Callable[..., Any]:  # JAX keeps what it traced by the function
+        return lambda params, x: model(params, x)
+
+    jax_s = best_s(lambda: jax.make_jaxpr(fresh())(params, x), 2)
+    ours_s = best_s(lambda: ap.trace(fresh(), params, x), 2)
+    progress(f"traced {n_nodes} nodes in {ours_s:.3f} s, JAX alone in {jax_s:.3f} s")
+    return {"nodes": n_nodes, "trace_s": round(ours_s, 4), "jax_s": round(jax_s, 4)}
+
+
+def add_growth(results: Sequence[dict[str, Any]]) -> None:
+    """Time per node over that of the next smaller graph of the kind."""
+    previous: dict[str, dict[str, Any]] = {}
+    for result in results:
+        smaller = previous.get(result["kind"])
+        if smaller is not None:
+            result["growth"] = round(result["plan_s"] / result["nodes"] / (smaller["plan_s"] / smaller["nodes"]), 2)
+        previous[result["kind"]] = result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", default="1000,10000,100000")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--trace", default="1000,10000", help="sizes of the graphs that are traced")
+    parser.add_argument("--repetitions", type=int, default=2)
+    args = parser.parse_args()
+    sizes = sorted(map(int, args.nodes.split(",")))
+    devices = [backend.device for backend in Cluster(N_DEVICES).backends]
+    results = [
+        measure(kind, n, devices, args.repetitions, memory=n <= 10_000 or kind == "layers")
+        for kind in args.kinds.split(",")
+        for n in sizes
+    ]
+    add_growth(results)
+    traced = [trace_s(n) for n in map(int, filter(None, args.trace.split(",")))]
+    slowest = max(r["plan_s"] for r in results if r["kind"] != "zigzag" or len(args.kinds.split(",")) == 1)
+    finish({"benchmark": "planning", "bar": {"plan_s": 2.0}, "plan_s": slowest, "results": results, "traced": traced})
+
+
+if __name__ == "__main__":
+    main()
