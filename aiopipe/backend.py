@@ -86,8 +86,12 @@ class Lane(ABC):
         """Queue a job; from any thread. The job must not raise."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Finish what is queued, then stop. Idempotent; may be called from any other thread."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish what is queued, then stop. Idempotent; may be called from any other thread.
+
+        Returns:
+            Whether it has stopped within `timeout_s`.
+        """
 
 
 class InlineLane(Lane):
@@ -99,8 +103,8 @@ class InlineLane(Lane):
     def post(self, job: Callable[[], None]) -> None:
         job()
 
-    def close(self) -> None:
-        pass
+    def close(self, timeout_s: float | None = None) -> bool:
+        return True
 
 
 class ThreadLane(Lane):
@@ -124,16 +128,17 @@ class ThreadLane(Lane):
             self._jobs.append(job)
         self._wake.release()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> bool:
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+            if not self._closed:
+                self._closed = True
+                self._jobs.append(None)
+                self._wake.release()
             thread = self._thread
-            self._jobs.append(None)
-        self._wake.release()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
 
     def _run(self) -> None:
         jobs, wake = self._jobs, self._wake
@@ -168,6 +173,7 @@ class Backend(ABC):
         self.device = device
         self.dispatch: Dispatch = dispatch
         self.closed = False
+        self.newest: Any = None  # a result of what was launched last; whoever launches sets it
 
     @abstractmethod
     def load(self, program: Program) -> Executable:

@@ -17,13 +17,13 @@ import numpy as np
 
 from .backend import Backend, Executable, Lane
 from .devices.base import Program
-from .errors import AiopipeError
+from .errors import AiopipeError, TensorError
 from .graph import Graph, Tensor
-from .sched.alloc import backend_sizes, check_memory
+from .sched.alloc import BackendSize, backend_sizes, check_memory
 from .sched.launch import BoundSplit
 from .sched.plan import Plan, Segment, segments_of
 
-__all__ = ["Loaded", "Loader", "held_by", "source_value", "weights_held"]
+__all__ = ["Loaded", "Loader", "beside", "held_by", "source_value", "weights_held"]
 
 INLINE_LAUNCH_S = 3e-4
 """An evaluation whose launches cost the caller no more than this is launched on the event loop itself.
@@ -35,6 +35,9 @@ INLINE_IN_FLIGHT = 28
 
 INLINE_CAPTURE_NBYTES = 1 << 19
 """Inputs up to this size are copied on the event loop: it takes less than handing them over."""
+
+
+_NUMBERS = (bool, int, float, complex, np.generic)
 
 
 def held_by(tensor: Tensor, backends: Sequence[Backend]) -> tuple[int, ...]:
@@ -104,6 +107,16 @@ class Loaded:
         tensors = [plan.graph.inputs[i] for i in plan.used_inputs]
         self.capture_inline = sum(t.nbytes for t in tensors) <= INLINE_CAPTURE_NBYTES
 
+    def captures_inline(self, values: Sequence[Any]) -> bool:
+        """Whether `capture` takes so little time that the loop can do it: small, and nothing to wait for."""
+        if not self.capture_inline:
+            return False
+        for position, backend in zip(self.plan.used_inputs, self._host_backends, strict=True):
+            value = values[position]
+            if type(value) is not np.ndarray and not backend.accepts(value) and not isinstance(value, _NUMBERS):
+                return False  # some other library's or another client's array: reading it may wait
+        return True
+
     def capture(self, copy_id: int, values: Sequence[Any], slots: list[Any]) -> None:
         """Copy the inputs into the slot's own buffers, so that the caller may change its arrays.
 
@@ -122,12 +135,15 @@ class Loaded:
             if backend.accepts(value):
                 slots[slot] = value
                 continue
-            buffer = staging[slot]
-            if slot in self._returned:  # the caller will hold it: it cannot be the slot's
-                slots[slot] = backend.upload(value, self.plan.graph.inputs[position])
-                continue
-            np.copyto(buffer, value, casting="same_kind")
-            slots[slot] = buffer
+            tensor, buffer = self.plan.graph.inputs[position], staging[slot]
+            try:
+                if slot in self._returned:  # the caller will hold it: it cannot be the slot's
+                    slots[slot] = backend.upload(value, tensor)
+                else:
+                    np.copyto(buffer, value, casting="same_kind")
+                    slots[slot] = buffer
+            except Exception as error:  # whatever the library that made the value raises
+                raise TensorError(f"input {tensor.describe()} cannot be read: {error}") from error
 
     def result(self, slots: Sequence[Any]) -> Any:
         """What the graph returns, from an evaluation's environment."""
@@ -223,19 +239,20 @@ class Loader:
         limits: Sequence[int | None],
         n_copies: int,
         lane_for: Callable[[Backend, bool, bool], Lane],
+        others: Sequence[Loaded] = (),
     ) -> Loaded:
-        """Make a plan ready to run.
+        """Make a plan ready to run, beside others that are loaded.
 
         Raises:
             AllocationError: it does not fit; nothing has been allocated.
         """
         names = [backend.name for backend in backends]
-        check_memory(plan.sizes, names, limits, n_copies)
+        check_memory(beside(plan.sizes, plan, backends, others), names, limits, n_copies)
         executables = await self._compile(plan, backends)
         sizes = backend_sizes(
             plan.graph, plan.splits, len(backends), weights=plan.weights, memory=[e.memory for e in executables]
         )
-        check_memory(sizes, names, limits, n_copies)
+        check_memory(beside(sizes, plan, backends, others), names, limits, n_copies)
         uploads: list[_Upload] = []
         weights = [
             await self._place(plan, backend, ids, uploads) for backend, ids in zip(backends, plan.weights, strict=True)
@@ -306,6 +323,25 @@ class Loader:
                 self.copied_weights_nbytes += tensor.nbytes
                 held[tensor.id] = value
         return held
+
+
+def beside(
+    sizes: Sequence[BackendSize], plan: Plan, backends: Sequence[Backend], loaded: Sequence[Loaded]
+) -> list[BackendSize]:
+    """Sizes of a plan together with those that are loaded: each weight once, the largest of the rest."""
+    result = []
+    for b, (size, backend) in enumerate(zip(sizes, backends, strict=True)):
+        weights: dict[int, int] = {}
+        for p in (plan, *(other.plan for other in loaded)):
+            for tid in p.weights[b]:
+                tensor = p.graph.tensors[tid]
+                weights[id(source_value(tensor, backend))] = tensor.nbytes
+        others = [other.plan.sizes[b] for other in loaded]
+        copy = max([size.copy_nbytes, *(s.copy_nbytes for s in others)])
+        temp = max([size.temp_nbytes, *(s.temp_nbytes for s in others)])
+        result.append(BackendSize(sum(weights.values()), copy, temp))
+    return result
+
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

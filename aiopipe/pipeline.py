@@ -12,13 +12,13 @@ import jax
 
 from . import _jax, _jax_types
 from .backend import Backend
-from .errors import AiopipeError, BackendClosedError, PlacementError, TensorError, TraceError
+from .errors import AiopipeError, BackendClosedError, PlacementError, TraceError
 from .evaluation import Evaluation
 from .graph import Graph
 from .placement import place, upload_weight
 from .sched.partition import Partition, partition
 from .sched.plan import Plan
-from .sched.scheduler import Scheduler
+from .sched.scheduler import Scheduler, shared
 from .statistics import Statistics
 from .streaming import stream_in_order
 from .trace import trace
@@ -82,12 +82,12 @@ class Pipeline:
         self._timeline = timeline
         self._on_progress = on_progress
         self._scheduler: Scheduler | None = None
+        self._opened = False
         self._placed = False
         self._placing = asyncio.Lock()
         self._first: tuple[tuple[str, ...], Sequence[int]] | None = None
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
         self._tracing: dict[Hashable, asyncio.Task[Graph]] = {}
-        self._last: Graph | None = None
 
     @property
     def scheduler(self) -> Scheduler:
@@ -117,14 +117,15 @@ class Pipeline:
 
     async def submit(self, *inputs: Any) -> Evaluation:
         """Start an evaluation; wait only for a free slot. Inputs may be changed afterwards."""
-        last = self._last
-        if last is not None:
-            try:
-                return await self.scheduler.submit(last, last.flatten_inputs(inputs))
-            except TensorError:
-                pass  # another shape than last time
-        graph = await self._graph_for(inputs)
-        return await self.scheduler.graph_compute_async(graph, *inputs)
+        leaves, treedef = jax.tree.flatten(inputs)
+        key = (treedef, *map(_jax_types.type_key, leaves))
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = await self._graph_for(inputs, key)
+        else:
+            self._graphs.move_to_end(key)
+        # Inputs with an equal key need no further check: their leaves are the graph's inputs.
+        return await self.scheduler.submit(graph, leaves)
 
     def stream(self, batches: Iterable[Any] | AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
         """Evaluate every batch; yield the results in order.
@@ -137,7 +138,9 @@ class Pipeline:
 
     async def plan(self, *inputs: Any) -> Plan:
         """The plan for inputs of these shapes (arrays or `jax.ShapeDtypeStruct`), compiled and loaded."""
-        return await self.scheduler.plan(await self._graph_for(inputs))
+        leaves, treedef = jax.tree.flatten(inputs)
+        key = (treedef, *map(_jax_types.type_key, leaves))
+        return await self.scheduler.plan(self._graphs.get(key) or await self._graph_for(inputs, key))
 
     def statistics(self) -> Statistics:
         """What has been done so far."""
@@ -152,11 +155,11 @@ class Pipeline:
             task.cancel()
         await scheduler.aclose(cancel=cancel)
         self._graphs.clear()
-        self._last = None
 
     async def __aenter__(self) -> Pipeline:
-        if self._scheduler is not None or self._placed:
+        if self._opened:
             raise BackendClosedError("this pipeline was opened already: make a new one")
+        self._opened = True
         self._scheduler = Scheduler(
             self._devices,
             n_copies=self._n_copies,
@@ -170,23 +173,15 @@ class Pipeline:
     async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         await self.aclose(cancel=kind is not None)
 
-    async def _graph_for(self, inputs: tuple[Any, ...]) -> Graph:
+    async def _graph_for(self, inputs: tuple[Any, ...], key: Hashable) -> Graph:
         scheduler = self.scheduler
-        leaves, treedef = jax.tree.flatten(inputs)
-        key = (treedef, tuple(_jax_types.type_key(leaf) for leaf in leaves))
-        graph = self._graphs.get(key)
-        if graph is None:
-            task = self._tracing.get(key)
-            if task is None:
-                work = self._trace(scheduler, inputs, key)
-                task = asyncio.get_running_loop().create_task(work, name="aiopipe trace")
-                self._tracing[key] = task
-                task.add_done_callback(lambda _: self._tracing.pop(key, None))
-            graph = await asyncio.shield(task)
-        else:
-            self._graphs.move_to_end(key)
-        self._last = graph
-        return graph
+        task = self._tracing.get(key)
+        if task is None:
+            work = self._trace(scheduler, inputs, key)
+            task = asyncio.get_running_loop().create_task(work, name="aiopipe trace")
+            self._tracing[key] = task
+            task.add_done_callback(lambda _: self._tracing.pop(key, None))
+        return await shared(task, lambda: self._scheduler is None)
 
     async def _trace(self, scheduler: Scheduler, inputs: tuple[Any, ...], key: Hashable) -> Graph:
         """Trace for new shapes, place the weights if nobody has yet, and have the plan compiled."""
@@ -221,6 +216,8 @@ class Pipeline:
         ops = tuple(node.op for node in graph.nodes)
         if self._first is None:
             part = await anyio.to_thread.run_sync(self._partition, scheduler, graph)
+            scheduler.set_cut(graph, part.node_backend)
+            await scheduler.check_fit(graph)  # before anything is uploaded
             graph = await self._place_weights(scheduler, graph, part)
             self._first = (ops, part.node_backend)
         if self._first[0] == ops:

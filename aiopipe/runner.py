@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -47,7 +48,18 @@ YIELD_S = 5e-4
 class _Run:
     """What the runner knows of one evaluation."""
 
-    __slots__ = ("admitted", "captured", "ends", "env", "evaluation", "events", "loaded", "released", "values")
+    __slots__ = (
+        "admitted",
+        "captured",
+        "dropped",
+        "ends",
+        "env",
+        "evaluation",
+        "events",
+        "loaded",
+        "released",
+        "values",
+    )
 
     def __init__(self, evaluation: Evaluation, loaded: Loaded, values: Sequence[Any]) -> None:
         self.evaluation = evaluation
@@ -55,6 +67,7 @@ class _Run:
         self.values = values
         self.env = Environment(loaded.plan.n_slots, len(loaded.splits))
         self.captured = False
+        self.dropped = False
         self.ends: dict[int, float] = {}
         self.admitted: asyncio.Future[None] | None = None
         self.released: Event | None = None
@@ -161,16 +174,25 @@ class Runner:
 
     async def synchronize(self) -> None:
         """Wait until everything that was submitted so far has finished on its devices."""
-        for run in list(self._runs.values()):
+        ends = []
+        for run in self._runs.values():
             if run.released is None:
                 run.released = Event(f"end of evaluation {run.evaluation.id}")
-            await run.released.wait()
+            ends.append(run.released)
+        for end in ends:  # all made before the first wait: a run that ends meanwhile tells its event
+            await end.wait()
 
-    def close_lanes(self) -> None:
-        """End every thread. Blocks for as long as a job that is under way."""
-        self._capture_lane.close()
-        for lane in self._lanes.values():
-            lane.close()
+    def close_lanes(self, timeout_s: float | None = None) -> None:
+        """End every thread. Blocks for as long as a job that is under way, or `timeout_s`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for lane in (self._capture_lane, *self._lanes.values()):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not lane.close(left):
+                warnings.warn(
+                    f"the thread of lane {lane.name!r} is held up by its device; left alone after {timeout_s} s",
+                    ResourceWarning,
+                    stacklevel=2,
+                )
 
     def lane_for(self, backend: Backend, *, own: bool, inline: bool) -> Lane:
         """The lane for a backend: inline, its own, or the one of its client; each made once."""
@@ -230,7 +252,7 @@ class Runner:
     def _admit(self, instruction: Admit) -> Stimulus | None:
         run = self._runs[instruction.evaluation]
         run.evaluation.copy_id = instruction.copy_id
-        if run.loaded.capture_inline:
+        if run.loaded.captures_inline(run.values):
             return self._captured(run, self._capture(run))
 
         def job() -> None:
@@ -275,6 +297,8 @@ class Runner:
 
     def _launch_segment(self, run: _Run, segment: int) -> LaunchError | None:
         splits = run.loaded.segment_splits[segment]
+        if run.dropped:  # cancelled or failed while this waited for its lane
+            return None
         try:
             if self._busy is None:
                 launch_splits(splits, run.env)
@@ -337,7 +361,9 @@ class Runner:
                 run.evaluation._settle(result=run.loaded.result(run.env.slots))
             except Exception as error:  # the user's own pytree node may raise
                 run.evaluation._settle(error=error)
-        elif instruction.outcome is Outcome.FAILED:
+            return
+        run.dropped = True
+        if instruction.outcome is Outcome.FAILED:
             run.evaluation._settle(error=instruction.error)
         else:
             run.evaluation._settle(cancelled=True)

@@ -32,6 +32,7 @@ examples:
 """
 
 QUERY = "how do I close a file when an error happens"
+MAX_CPUS = 64
 REFERENCE = Path(__file__).parent / "minilm" / "reference.npz"
 
 
@@ -95,6 +96,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     add("--limit", type=positive, metavar="N", help="embed only the first N passages")
     add("--json", action="store_true", help="print one JSON object as the last line")
     options = Options(**vars(parser.parse_args(argv)))
+    if options.n_cpus > MAX_CPUS:
+        parser.error(f"--devices asks for {options.n_cpus} CPU devices; at most {MAX_CPUS} make sense")
     if isinstance(options.split, tuple) and len(options.split) != len(options.devices):
         n_ratios, n_devices = len(options.split), len(options.devices)
         parser.error(f"--split has {n_ratios} ratios for {n_devices} devices; give one for each, or auto")
@@ -130,20 +133,21 @@ async def search(options: Options) -> Report:
         return model.embed(params, ids, mask, config)
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        async with ap.Pipeline(
-            embed,
-            params,
-            devices=list(options.devices),
-            n_copies=options.n_copies,
-            split=options.split,
-            timeline=True,
-        ) as pipe:
+    async with ap.Pipeline(
+        embed,
+        params,
+        devices=list(options.devices),
+        n_copies=options.n_copies,
+        split=options.split,
+        timeline=True,
+    ) as pipe:
+        with Progress(*columns, console=Console(stderr=True)) as progress:
             # The first evaluation of each shape compiles it, on every device; the very first decides the split.
             shapes = {batch.ids.shape: (batch.ids, batch.mask) for batch in [*batches, probe]}
-            bar = progress.add_task(f"compiling {len(shapes)} shapes…", total=len(shapes))
+            bar = progress.add_task(f"compiling {len(shapes)} shapes", total=len(shapes))
             started = time.perf_counter()
-            async for _ in pipe.stream(shapes.values()):
+            for ids, mask in shapes.values():
+                await pipe(ids, mask)
                 progress.advance(bar)
             compile_s = time.perf_counter() - started
 
@@ -157,18 +161,17 @@ async def search(options: Options) -> Report:
                     yield batch.ids, batch.mask
 
             bar = progress.add_task("embedding passages", total=len(passages))
-            busy_before = pipe.statistics().busy_s
+            pipe.scheduler.reset_busy()  # the first evaluations waited for the compiler
             started = time.perf_counter()
             async for output in pipe.stream(feed()):
                 rows = in_flight.popleft()  # results come in the order of the batches
                 embeddings[rows] = output
                 progress.advance(bar, len(rows))
             stream_s = time.perf_counter() - started
-            # `.busy` would count from the first evaluation on, and so the compiling too.
-            busy = {name: (s - busy_before[name]) / stream_s for name, s in pipe.statistics().busy_s.items()}
+            busy = dict(pipe.statistics().busy)
 
-            query, *sentences = np.asarray(await pipe(probe.ids, probe.mask))
-            plan = await pipe.plan(batches[-1].ids, batches[-1].mask)
+        query, *sentences = np.asarray(await pipe(probe.ids, probe.mask))
+        plan = await pipe.plan(batches[0].ids, batches[0].mask)
 
     return report.Report(
         passages=len(passages),
@@ -187,7 +190,7 @@ async def search(options: Options) -> Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """The command. Returns the exit code: 2 for wrong usage, as argparse has it."""
     options = parse(argv)
     ctrl_c = CtrlC()
     ctrl_c.install()
@@ -210,11 +213,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
     except Exception as error:
-        from aiopipe import AiopipeError
+        from aiopipe import AiopipeError, PlacementError
 
         if not isinstance(error, AiopipeError):
             raise
         print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, PlacementError):  # devices or a split that make no sense here: wrong usage
+            return 2
     return 1
 
 

@@ -147,17 +147,21 @@ def naive_splits(graph: Graph, backends: Sequence[int]) -> int:
     return sum(1 for i, b in enumerate(order) if i == 0 or order[i - 1] != b)
 
 
-def from_weights(graph: Graph, made_by: Sequence[int], node: int) -> bool:
-    """Whether a node reads nothing but weights, by itself or through others like it."""
-    return all(
-        graph.tensors[t].kind is Kind.WEIGHT if made_by[t] < 0 else from_weights(graph, made_by, made_by[t])
-        for t in graph.nodes[node].inputs
-    )
+def from_weights(graph: Graph) -> set[int]:
+    """The nodes that read nothing but weights, by themselves or through others like them."""
+    constant = {t.id for t in graph.weights}
+    found = set()
+    for node in graph.nodes:
+        if constant.issuperset(node.inputs):
+            found.add(node.index)
+            constant.update(node.outputs)
+    return found
 
 
 def sanity(graph: Graph, splits: Sequence[Split], assignment: Assignment) -> None:
     """Assert that the splits compute the graph: the rules of `split_graph`, checked one by one."""
     made_by, home = graph.producers(), assignment.node_backend
+    constant = from_weights(graph)
     here: dict[tuple[int, int], int] = {}  # (tensor, backend) -> split that makes or brings it
     ran: set[tuple[int, int]] = set()
     read_in: dict[tuple[int, int], set[int]] = {}  # (tensor, backend) -> splits that read it
@@ -166,7 +170,7 @@ def sanity(graph: Graph, splits: Sequence[Split], assignment: Assignment) -> Non
         assert split.nodes, "an empty split"
         assert list(split.nodes) == sorted(set(split.nodes))
         assert split.recomputed == tuple(i for i in split.nodes if home[i] != split.backend)
-        assert all(graph.nodes[i].is_cheap or from_weights(graph, made_by, i) for i in split.recomputed)
+        assert all(graph.nodes[i].is_cheap or i in constant for i in split.recomputed)
         made = [t for i in split.nodes for t in graph.nodes[i].outputs]
         used = list(dict.fromkeys(t for i in split.nodes for t in graph.nodes[i].inputs if t not in made))
         assert sorted(split.inputs) == sorted(used)

@@ -318,6 +318,16 @@ async def test_an_input_that_the_model_cannot_take() -> None:
         assert_close(await pipe(batch()), oracle(mlp, mlp_params(3), batch()))
 
 
+async def test_a_deleted_input() -> None:
+    async with ap.Pipeline(mlp, mlp_params(3), devices=DEVICES) as pipe:
+        await pipe(batch())
+        gone = jax.device_put(batch(), jax.devices()[0])
+        gone.delete()
+        with pytest.raises(ap.TensorError, match=r"input 'x' .* cannot be read: .*deleted"):
+            await pipe(gone)
+        assert_close(await pipe(batch()), oracle(mlp, mlp_params(3), batch()))
+
+
 async def test_only_inside_its_context() -> None:
     pipe = ap.Pipeline(mlp, mlp_params(3), devices=DEVICES)
     with pytest.raises(ap.BackendClosedError, match="async with"):
@@ -358,3 +368,22 @@ async def test_progress_of_compiling_is_reported() -> None:
     ) as pipe:
         await pipe(batch())
     assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+async def test_a_result_does_not_depend_on_earlier_calls() -> None:
+    """A Python number stays weakly typed, also after a call with a strongly typed one."""
+
+    def fn(w: Any, x: Any, s: Any) -> Any:
+        return (x * w).astype(jnp.bfloat16) * s
+
+    async with ap.Pipeline(fn, np.float32(2), devices=DEVICES) as pipe:
+        for s in (np.float32(2), 2.0, np.float32(2), 2.0):
+            assert_close(await pipe(batch(), s), oracle(fn, np.float32(2), batch(), s), 1e-2)
+
+
+async def test_weights_that_fit_but_not_with_their_copies_are_refused_before_the_upload() -> None:
+    params = mlp_params(1, 64)
+    async with ap.Pipeline(mlp, params, devices=["cpu:0"], memory_limit=20_000) as pipe:
+        with pytest.raises(ap.AllocationError, match="20000"):
+            await pipe(batch(32, 64))
+        assert_close(await pipe(batch(1, 64)), oracle(mlp, params, batch(1, 64)))

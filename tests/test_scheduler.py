@@ -236,6 +236,17 @@ async def test_a_wrong_input_is_refused_and_the_scheduler_goes_on(bad: Any) -> N
         assert_close(await sched.graph_compute(graph, batch()), oracle(mlp, params, batch()))
 
 
+async def test_a_deleted_input_is_refused_and_the_scheduler_goes_on() -> None:
+    params = mlp_params(2)
+    async with ap.Scheduler(["cpu:0", "cpu:1"]) as sched:
+        graph = await placed(sched, params, batch())
+        gone = jax.device_put(batch(), jax.devices()[0])
+        gone.delete()
+        with pytest.raises(ap.TensorError, match=r"'x' .*deleted"):
+            await sched.graph_compute(graph, gone)
+        assert_close(await sched.graph_compute(graph, batch()), oracle(mlp, params, batch()))
+
+
 async def test_wrong_number_of_inputs() -> None:
     async with ap.Scheduler(["cpu:0"]) as sched:
         graph = ap.trace(mlp, mlp_params(1), batch())
@@ -498,6 +509,99 @@ async def test_leaving_on_an_error_drops_what_is_in_flight() -> None:
             threading.Timer(0.01, gate.open.set).start()
             raise KeyError("mine")
     assert run.cancelled()
+
+
+async def test_what_waits_for_its_lane_is_not_launched_after_a_cancellation(
+    gated: tuple[ap.Scheduler, ap.Graph, Gate],
+) -> None:
+    sched, graph, gate = gated
+    runs = [await sched.graph_compute_async(graph, batch(seed=s)) for s in range(2)]
+    await eventually(gate.entered.is_set)
+    assert gate.calls == 1  # the second one's callback waits for the lane
+    runs[1].cancel()
+    gate.open.set()
+    await runs[0]
+    await sched.synchronize()
+    assert gate.calls == 1
+
+
+async def test_closing_with_a_time_limit_cancels_what_hangs() -> None:
+    gate = Gate()
+    sched = ap.Scheduler(["cpu:0", "cpu:1"], n_copies=2)
+    weights = await ap.place(mlp_params(2), {"0": sched.backends[0], "1": sched.backends[1]})
+    graph = ap.trace(gate.fn, weights, batch())
+    run = await sched.graph_compute_async(graph, batch())
+    await eventually(gate.entered.is_set)
+    with pytest.warns(ResourceWarning, match="is held up by its device"):
+        closing = asyncio.ensure_future(sched.aclose(timeout_s=0.01))
+        await eventually(lambda: run.done())
+        assert run.cancelled()
+        threading.Timer(0.2, gate.open.set).start()  # the completion threads end when the device is done
+        await closing
+
+
+async def test_closing_while_a_plan_is_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, gate = threading.Event(), threading.Event()
+
+    def slow(self: Any, program: Any) -> Any:
+        entered.set()
+        assert gate.wait(30)
+        raise AssertionError("nobody wants it any more")
+
+    sched = ap.Scheduler(["cpu:0"])
+    monkeypatch.setattr(type(sched.backends[0]), "load", slow)
+    graph = ap.trace(mlp, mlp_params(1), batch())
+    waiting = asyncio.ensure_future(sched.graph_compute(graph, batch()))
+    await eventually(entered.is_set)
+    await sched.aclose()
+    with pytest.raises(ap.BackendClosedError, match="closed while"):
+        await waiting
+    gate.set()
+
+
+async def test_a_pin_set_while_the_graph_is_being_loaded_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, gate = threading.Event(), threading.Event()
+    async with ap.Scheduler(["cpu:0", "cpu:1"]) as sched:
+        load = type(sched.backends[0]).load
+
+        def slow(self: Any, program: Any) -> Any:
+            entered.set()
+            assert gate.wait(30)
+            return load(self, program)
+
+        monkeypatch.setattr(type(sched.backends[0]), "load", slow)
+        graph = ap.trace(mlp, mlp_params(1), batch())
+        waiting = asyncio.ensure_future(sched.graph_compute(graph, batch()))
+        await eventually(entered.is_set)
+        sched.set_tensor_backend(graph, graph.outputs[0], "cpu:1")
+        gate.set()
+        assert (await waiting).devices() == {jax.devices()[1]}
+
+
+async def test_buffer_sizes_count_each_weight_once_and_only_what_can_be_in_flight() -> None:
+    params = mlp_params(2, 64)
+    async with ap.Scheduler(["cpu:0", "cpu:1"], n_copies=4, memory_limit=60_000) as sched:
+        weights = await ap.place(params, {"0": sched.backends[0], "1": sched.backends[1]})
+        graphs = [ap.trace(mlp, weights, batch(rows, 64)) for rows in range(1, 9)]
+        for graph in graphs:  # each would fit alone; together they hold the same weights
+            await sched.plan(graph)
+        sizes = [(await sched.plan(graph)).sizes[0] for graph in graphs]
+        scratch = max(size.temp_nbytes for size in sizes)
+        assert sched.buffer_size("cpu:0") == params[0].nbytes + 4 * sizes[-1].copy_nbytes + scratch
+        other = ap.trace(mlp, await ap.place(mlp_params(2, 100), {"*": sched.backends[0]}), batch(1, 100))
+        with pytest.raises(ap.AllocationError, match="'cpu:0'"):  # their weights come on top
+            await sched.plan(other)
+
+
+async def test_a_backend_waits_for_what_was_launched_on_it(gated: tuple[ap.Scheduler, ap.Graph, Gate]) -> None:
+    sched, graph, gate = gated
+    gate.open.set()
+    evaluation = await sched.graph_compute_async(graph, batch())
+    await sched.synchronize()
+    assert evaluation.done()
+    for backend in sched.backends:
+        await backend.synchronize()
+        assert backend.newest.is_ready()
 
 
 async def test_side_by_side_where_independent() -> None:

@@ -208,6 +208,21 @@ async def test_synchronize_waits_for_what_was_submitted_before() -> None:
         await last
 
 
+async def test_synchronize_notices_evaluations_that_end_at_the_same_moment() -> None:
+    """One is released while another one is waited for."""
+    cluster = Cluster(4, split_cost_s=1.0)
+    graphs = [chain(1) for _ in range(4)]
+    async with ap.Scheduler(cluster.backends, n_copies=4) as sched:
+        for i, graph in enumerate(graphs):
+            sched.set_cut(graph, [i])
+            await sched.plan(graph)
+        for graph in graphs:
+            await sched.graph_compute_async(graph, array())
+        await sched.synchronize()
+        assert cluster.clock.now == 1.0
+        settled(sched)
+
+
 async def test_one_copy_means_one_at_a_time() -> None:
     for n_copies, turns in ((1, 20), (2, 11), (4, 11)):
         cluster = Cluster(2, split_cost_s=1.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from aiopipe.graph import Graph
 from aiopipe.sched.assign import Assignment, assign
-from aiopipe.sched.order import in_rounds, make_runs
+from aiopipe.sched.order import _schedule, in_rounds, make_runs
 from aiopipe.sched.split import HOST, Copy, Split, _constant, _wanted, split_graph
 from graphs import Draft, chain, gpus, naive_splits, random_graph, sanity, transformer
 
@@ -394,7 +394,12 @@ def test_random_graphs(seed: int, n_nodes: int, n_backends: int) -> None:
     splits = split_graph(graph, assignment)
     sanity(graph, splits, assignment)
     assert splits == split_graph(graph, assignment)
-    assert len(splits) <= naive_splits(graph, assignment.node_backend)
+    made_by = graph.producers()
+    wanted = _wanted(graph, assignment, made_by, _constant(graph, made_by))
+    rounds = _schedule(make_runs(graph, assignment, made_by, wanted.at_home, wanted.repeated))
+    naive = naive_splits(graph, assignment.node_backend)
+    assert len(rounds) <= naive
+    assert len(splits) <= 2 * naive  # each round may be parted once
 
 
 class CountingList(list[int]):

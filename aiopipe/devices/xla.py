@@ -163,8 +163,7 @@ class XlaBackend(Backend):
                     continue  # the compiled call reads it in place
                 if (
                     kind is _jax.ArrayImpl
-                    and value.platform() == "cpu"
-                    and not value.is_deleted()
+                    and _jax.platform_of(value) == "cpu"
                     and value.is_ready()
                     and (view := np.asarray(value)).nbytes <= self._view_nbytes
                 ):
@@ -200,7 +199,10 @@ class XlaBackend(Backend):
         return raw[start : start + tensor.nbytes].view(dtype).reshape(tensor.shape)
 
     def accepts(self, value: Any) -> bool:
-        return isinstance(value, jax.Array)
+        """Whether it is an array of this client; other clients' arrays are read by way of the host."""
+        if type(value) is _jax.ArrayImpl:
+            return bool(_jax.platform_of(value) == self.jax_device.platform)
+        return isinstance(value, jax.Array) and not value.is_deleted()
 
     def holds(self, value: Any) -> bool:
         """Whether it is an array committed to this device."""
@@ -211,14 +213,15 @@ class XlaBackend(Backend):
         return ThreadLane(self.name if own else f"{self.device.props.type.value}-dispatch")
 
     async def synchronize(self) -> None:
-        """Wait for the completion thread to get through what it was asked to wait for so far."""
+        """Wait for what was launched last: the device works in order."""
         self.check_open()
         done = threading.Event()
-        self.notify((), lambda _: done.set())
+        self.notify(() if self.newest is None else (self.newest,), lambda _: done.set())
         await anyio.to_thread.run_sync(done.wait)
 
     async def aclose(self) -> None:
         self.closed = True
+        self.newest = None
         await anyio.to_thread.run_sync(self._completion.close)
 
 

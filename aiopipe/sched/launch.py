@@ -89,7 +89,7 @@ def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
             results = split.call(*operands)
             for slot, value in zip(split.outputs, results, strict=False):  # a token has no slot
                 slots[slot] = value
-            markers[split.index] = results[split.marker]
+            split.backend.newest = markers[split.index] = results[split.marker]
         except Exception as error:
             raise LaunchError(split.index) from error
         for slot in split.frees:

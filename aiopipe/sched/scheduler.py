@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
 
 from ..backend import Backend, Lane, check_distinct, open_backend
-from ..errors import PlacementError
+from ..errors import BackendClosedError, PlacementError
 from ..evaluation import Evaluation
 from ..graph import Graph, PerGraph, Tensor
-from ..loader import Loaded, Loader, weights_held
+from ..loader import Loaded, Loader, beside, weights_held
 from ..runner import Runner
 from ..statistics import BusyClock, Statistics
 from ..streaming import stream_in_order
+from .alloc import check_memory
 from .plan import Plan, make_plan
 from .state import Outcome
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "shared"]
+
+T = TypeVar("T")
 
 
 class Scheduler:
@@ -78,12 +81,16 @@ class Scheduler:
         return self._last_n_splits
 
     def buffer_size(self, backend: Backend | str) -> int:
-        """Bytes that the loaded plans need on a backend: weights, scratch, and `n_copies` times the rest.
+        """Bytes that the loaded plans need on a backend.
 
-        Weights that several graphs share are counted for each of them.
+        Every weight once; the largest scratch; and `n_copies` times what an evaluation of the
+        largest of the plans holds there, for no more are in flight.
         """
         index = self._index(backend)
-        return sum(loaded.plan.sizes[index].total(self.n_copies) for loaded in self._plans.values())
+        loaded = self._plans.values()
+        if not loaded:
+            return 0
+        return beside(loaded[0].plan.sizes, loaded[0].plan, self.backends, loaded)[index].total(self.n_copies)
 
     def set_tensor_backend(self, graph: Graph, tensor: Tensor, backend: Backend | str) -> None:
         """Pin a tensor of a graph, and so the node that makes it, to a backend (cause ``usr``).
@@ -124,6 +131,13 @@ class Scheduler:
             AllocationError: it does not fit; nothing has been allocated.
         """
         return (self._plans.get(graph) or await self._load(graph)).plan
+
+    async def check_fit(self, graph: Graph) -> None:
+        """Raise `AllocationError` if a graph cannot fit; compiles and uploads nothing."""
+        plan = await self._plan_now(graph)
+        names = [backend.name for backend in self.backends]
+        sizes = beside(plan.sizes, plan, self.backends, self._plans.values())
+        check_memory(sizes, names, self.memory_limits, self.n_copies)
 
     async def graph_compute_async(self, graph: Graph, *inputs: Any) -> Evaluation:
         """Submit an evaluation; wait only until a slot is free and the inputs are captured.
@@ -186,7 +200,8 @@ class Scheduler:
 
         Args:
             cancel: do not wait for results, only for the devices to be done.
-            timeout_s: after this long, cancel what has not finished.
+            timeout_s: after this long, cancel what has not finished; after as long again, leave
+                threads alone that a device still holds up, with a `ResourceWarning`.
         """
         if self._runner.closed:
             return
@@ -199,7 +214,7 @@ class Scheduler:
             with anyio.move_on_after(timeout_s):
                 await self.synchronize()
             self._runner.cancel_all()
-            await anyio.to_thread.run_sync(self._runner.close_lanes)
+            await anyio.to_thread.run_sync(self._runner.close_lanes, timeout_s)
             for backend in self._opened:
                 await backend.aclose()
             self._plans.clear()
@@ -225,24 +240,50 @@ class Scheduler:
             task = loop.create_task(self._load_now(graph), name=f"aiopipe load {graph.name}")
             self._loading[graph] = task
             task.add_done_callback(lambda _: self._loading.pop(graph, None))
-        return await asyncio.shield(task)  # others may wait for the same plan
+        return await shared(task, lambda: self._runner.closed)
 
     async def _load_now(self, graph: Graph) -> Loaded:
+        while True:
+            pins, cut = self._pins.get(graph), self._cuts.get(graph)
+            loaded = await self._loader.load(
+                await self._plan_now(graph),
+                self.backends,
+                limits=self.memory_limits,
+                n_copies=self.n_copies,
+                lane_for=self._lane_for,
+                others=self._plans.values(),
+            )
+            if self._pins.get(graph) is pins and self._cuts.get(graph) is cut:
+                break  # nobody changed them meanwhile
+        self._plans.put(graph, loaded)
+        self._last_n_splits = loaded.plan.n_splits
+        return loaded
+
+    async def _plan_now(self, graph: Graph) -> Plan:
         devices = [backend.device for backend in self.backends]
         held = weights_held(graph, self.backends)
         pins, cut = self._pins.get(graph), self._cuts.get(graph)
-        plan = await anyio.to_thread.run_sync(
+        return await anyio.to_thread.run_sync(
             lambda: make_plan(graph, devices, weights=held, pins=pins, cut=cut), abandon_on_cancel=True
         )
-        loaded = await self._loader.load(
-            plan, self.backends, limits=self.memory_limits, n_copies=self.n_copies, lane_for=self._lane_for
-        )
-        self._plans.put(graph, loaded)
-        self._last_n_splits = plan.n_splits
-        return loaded
 
     def _lane_for(self, backend: Backend, own: bool, inline: bool) -> Lane:
         return self._runner.lane_for(backend, own=own, inline=inline)
+
+
+async def shared(task: asyncio.Task[T], is_closed: Callable[[], bool]) -> T:
+    """Await a task that others wait for, too: being cancelled does not cancel it.
+
+    Raises:
+        BackendClosedError: it was cancelled because its owner closes.
+    """
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        me = asyncio.current_task()
+        if is_closed() and me is not None and not me.cancelling():
+            raise BackendClosedError("closed while this was being planned and compiled") from None
+        raise
 
 
 def _open(given: Sequence[Backend | str]) -> tuple[tuple[Backend, ...], list[Backend]]:

@@ -74,7 +74,8 @@ def split_graph(graph: Graph, assignment: Assignment) -> tuple[Split, ...]:
 
     An output of the graph is made on its node's own backend. A value is copied at most once to each
     backend, from the backend that its node is assigned to; graph inputs come from the host. There are
-    never more splits than cutting the nodes in their own order would make.
+    never more splits than cutting the nodes in their own order would make, but for those that are
+    parted so that two backends can work at the same time.
 
     Args:
         graph: what to cut; not changed.
@@ -91,7 +92,7 @@ def split_graph(graph: Graph, assignment: Assignment) -> tuple[Split, ...]:
 
 
 def _constant(graph: Graph, made_by: Sequence[int]) -> bytearray:
-    """For each node whether it reads nothing but weights, by itself or through others like it."""
+    """For each node whether it reads nothing but weights (or iotas), by itself or through others like it."""
     constant = bytearray(len(graph.nodes))
     tensors = graph.tensors
     for node in graph.nodes:
@@ -100,7 +101,8 @@ def _constant(graph: Graph, made_by: Sequence[int]) -> bytearray:
             if not (constant[source] if source >= 0 else tensors[t].kind is Kind.WEIGHT):
                 break
         else:
-            constant[node.index] = 1
+            # What reads nothing at all may be made once for all readers, unless it costs nothing.
+            constant[node.index] = bool(node.inputs) or node.is_cheap
     return constant
 
 

@@ -142,13 +142,16 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int = LENGT
 def batches(tokens: Sequence[Sequence[int]], size: int, lengths: Sequence[int] = LENGTHS) -> Iterator[Batch]:
     """Groups texts of like length, so that there are few shapes and little padding.
 
+    Each shape is compiled once, so what does not fill a batch of one length moves up to the next length instead of
+    becoming a batch of its own: there are at most as many shapes as lengths, and one more.
+
     Args:
         tokens: token ids of each text.
-        size: rows of a batch; only the last one of each length has fewer.
-        lengths: the padded lengths, ascending; a text goes to the first that holds it.
+        size: rows of a batch; only the last batch has fewer.
+        lengths: the padded lengths, ascending; a text goes to the first that holds it, or a later one.
 
     Yields:
-        Batches, the shortest texts first; every text is in exactly one.
+        Batches of ascending lengths; every text is in exactly one.
 
     Raises:
         ValueError: a text fits no length, or an argument makes no sense.
@@ -156,12 +159,13 @@ def batches(tokens: Sequence[Sequence[int]], size: int, lengths: Sequence[int] =
     if size < 1 or not lengths or list(lengths) != sorted(set(lengths)):
         raise ValueError(f"got size {size}, lengths {tuple(lengths)}; need size >= 1 and ascending lengths")
     counts = _counts(tokens, lengths)
-    shape_of = np.searchsorted(lengths, counts)
-    for shape, length in enumerate(lengths):
-        group = np.flatnonzero(shape_of == shape)
-        group = group[np.argsort(counts[group], kind="stable")]
-        for start in range(0, len(group), size):
-            yield _pad(group[start : start + size], tokens, counts, length)
+    rows = np.argsort(counts, kind="stable")
+    stops = np.searchsorted(counts[rows], lengths, side="right")  # how many texts each length holds
+    start = 0
+    for length, stop in zip(lengths, stops, strict=True):
+        while start + size <= stop or start < stop == len(rows):
+            yield _pad(rows[start : start + size], tokens, counts, length)
+            start += size
 
 
 def one_batch(tokens: Sequence[Sequence[int]], lengths: Sequence[int] = LENGTHS) -> Batch:
