@@ -38,8 +38,8 @@ lint: $(VENV)/.installed-test  ## ruff, and mypy --strict on aiopipe
 	@echo "== mypy --strict"
 	@$(VENV)/bin/mypy
 
-bench: $(VENV)/.installed-examples  ## run every benchmark; prints the JSON line of each
-	@mkdir -p .bench; failed=; \
+bench: $(VENV)/.installed-examples  ## run every benchmark; the JSON line of each, then a table against the bars
+	@mkdir -p .bench; rm -f .bench/*.log; failed=; \
 	for script in benchmarks/[!_]*.py; do \
 	    [ -e "$$script" ] || { echo "there is no benchmark yet"; break; }; \
 	    name=$$(basename "$$script" .py); \
@@ -48,6 +48,7 @@ bench: $(VENV)/.installed-examples  ## run every benchmark; prints the JSON line
 	    then tail -n 1 ".bench/$$name.log"; \
 	    else echo "failed:"; tail -n 15 ".bench/$$name.log"; failed="$$failed $$name"; fi; \
 	done; \
+	echo "== figures against their bars"; $(VENV)/bin/python benchmarks/_report.py .bench; \
 	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 clean:  ## remove the environments, caches and build results

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -162,8 +163,15 @@ class Compiled:
     donated: tuple[int, ...] = ()
 
 
-def compile_program(program: Program, device: jax.Device) -> Compiled:
+def compile_program(
+    program: Program, device: jax.Device, *, lowering: AbstractContextManager[Any] | None = None
+) -> Compiled:
     """Compile a run of nodes into one executable for `device`. Blocks; several threads may do it at once.
+
+    Args:
+        program: what to compile.
+        device: what for.
+        lowering: held while JAX traces and lowers, which it does in Python; XLA's own part goes on without.
 
     Inputs must be on `device` when it is called, or be NumPy arrays. Donated inputs for which no
     output has the same shape and type are kept, for XLA could not reuse their memory anyway.
@@ -177,6 +185,7 @@ def compile_program(program: Program, device: jax.Device) -> Compiled:
     def run(*args: Any) -> tuple[Any, ...]:
         env = dict(zip(ids, args, strict=True))
         for node in nodes:
+            time.sleep(0)  # tracing holds the GIL for long: let the event loop's thread have a turn
             env.update(zip(node.outputs, node.fn(*[env[t] for t in node.inputs]), strict=True))
         # A program that only has effects returns a token: something to wait for.
         return tuple(env[t] for t in outputs) or (jnp.zeros((), jnp.bool_),)
@@ -187,7 +196,9 @@ def compile_program(program: Program, device: jax.Device) -> Compiled:
     place: dict[str, Any] = {} if ids else {"out_shardings": sharding_of(device)}
     with config_context(program.config), jax.default_device(device):
         jitted = jax.jit(run, donate_argnums=donated, **place)
-        compiled = jitted.lower(*(aval_of(t, device) for t in program.inputs)).compile()
+        with lowering or contextlib.nullcontext():
+            lowered = jitted.lower(*(aval_of(t, device) for t in program.inputs))
+        compiled = lowered.compile()
     call: Callable[..., Sequence[Any]] = compiled
     if any(t.dtype in _SUB_BYTE_DTYPES for t in program.inputs):
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
+from ._threads import close_at_exit
 from .devices.base import BufferType, BufferUsage, Device, MemoryStats, Program
 from .errors import BackendClosedError, PlacementError
 from .graph import Tensor
@@ -125,6 +126,7 @@ class ThreadLane(Lane):
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"aiopipe-{self.name}", daemon=True)
                 self._thread.start()
+                close_at_exit(self)
             self._jobs.append(job)
         self._wake.release()
 

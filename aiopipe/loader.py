@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import numpy as np
 
+from ._threads import in_thread
 from .backend import Backend, Executable, Lane
 from .devices.base import Program
 from .errors import AiopipeError, TensorError
@@ -278,9 +278,9 @@ class Loader:
 
         async def compile_one(key: tuple[Hashable, str]) -> None:
             program, backend = missing[key]
-            found[key] = self._executables[key] = await anyio.to_thread.run_sync(
-                backend.load, program, limiter=self._limiter, abandon_on_cancel=True
-            )
+            async with self._limiter:
+                executable = await in_thread(lambda: backend.load(program), "compile")
+            found[key] = self._executables[key] = executable
             self.n_compiled += 1
             if self._on_progress is not None:
                 self._on_progress(len(found) - (len(set(wanted)) - total), total)
@@ -316,7 +316,7 @@ class Loader:
             return [backend.upload(source_value(tensor, backend), tensor) for tensor in missing]
 
         if missing:
-            for tensor, value in zip(missing, await anyio.to_thread.run_sync(upload), strict=True):
+            for tensor, value in zip(missing, await in_thread(upload, "upload"), strict=True):
                 source = source_value(tensor, backend)
                 upload_of = self._uploads[id(source), backend.name] = _Upload(source, value)
                 uploads.append(upload_of)

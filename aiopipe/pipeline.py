@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import anyio.to_thread
 import jax
 
 from . import _jax, _jax_types
+from ._threads import in_thread
 from .backend import Backend
 from .errors import AiopipeError, BackendClosedError, PlacementError, TraceError
 from .evaluation import Evaluation
@@ -197,7 +197,7 @@ class Pipeline:
                 self._weights = await place(self._weights, self._placement(scheduler, self._split))
                 self._placed = True
             try:
-                graph = await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
+                graph = await in_thread(work, "trace")
             except AiopipeError:
                 raise
             except Exception as error:
@@ -215,7 +215,7 @@ class Pipeline:
         """Give every node its device: balanced for the first shape, the same way for later ones."""
         ops = tuple(node.op for node in graph.nodes)
         if self._first is None:
-            part = await anyio.to_thread.run_sync(self._partition, scheduler, graph)
+            part = await in_thread(lambda: self._partition(scheduler, graph), "plan")
             scheduler.set_cut(graph, part.node_backend)
             await scheduler.check_fit(graph)  # before anything is uploaded
             graph = await self._place_weights(scheduler, graph, part)
@@ -245,7 +245,7 @@ class Pipeline:
                 held[tensor.id] = placed[-1].buffers
             return placed
 
-        self._weights = jax.tree.unflatten(treedef, await anyio.to_thread.run_sync(upload))
+        self._weights = jax.tree.unflatten(treedef, await in_thread(upload, "upload"))
         self._placed = True
         return graph.with_buffers(held)
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-import anyio.to_thread
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from . import _jax_types
+from ._threads import in_thread
 from .backend import Backend, Buffer
 from .devices.base import BufferUsage
 from .errors import AllocationError, PlacementError
@@ -47,7 +47,7 @@ async def place(tree: Any, placement: Placement) -> Any:
     def upload() -> list[Tensor]:
         return [upload_weight(path, leaf, held) for (path, leaf), held in zip(named, targets, strict=True)]
 
-    return jax.tree.unflatten(treedef, await anyio.to_thread.run_sync(upload))
+    return jax.tree.unflatten(treedef, await in_thread(upload, "upload"))
 
 
 def _targets(path: str, placement: Placement) -> tuple[Backend, ...]:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -106,7 +106,22 @@ def progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def finish(result: dict[str, Any]) -> None:
-    """Print the result as the last line, with what it was measured on."""
+class Check(NamedTuple):
+    """A figure and the bar that it is held to."""
+
+    what: str
+    value: float
+    relation: Literal["<=", ">="]
+    bar: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the bar is reached."""
+        return self.value <= self.bar if self.relation == "<=" else self.value >= self.bar
+
+
+def finish(result: dict[str, Any], checks: Sequence[Check] = ()) -> None:
+    """Print the result as the last line, with its checks and what it was measured on."""
     where = {"jax": jax.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    print(json.dumps({**result, **where}), flush=True)
+    held = [{**check._asdict(), "value": round(check.value, 4), "holds": check.holds} for check in checks]
+    print(json.dumps({**result, "checks": held, **where}), flush=True)

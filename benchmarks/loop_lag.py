@@ -9,7 +9,8 @@ the median over the repetitions of the difference between the two 99th percentil
 
 - medium, one-core: stages that do real work,
 - zero-flop: chains of `exp` and gathers, which XLA would run in the thread that calls it,
-- compiling: medium stages, while a new input shape after the other is traced and compiled.
+- compiling: medium stages, while a new input shape after the other is traced and compiled. JAX traces and
+  lowers in Python, and a thread that computes in Python gives way only every `sys.getswitchinterval()`, 5 ms.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import numpy as np
-from _common import finish, make_model, progress, start_jax
+from _common import Check, finish, make_model, progress, start_jax
 
 import aiopipe as ap
 
@@ -77,15 +79,21 @@ async def keep_busy(pipe: ap.Pipeline, x: Any) -> None:
         pass
 
 
-async def keep_compiling(pipe: ap.Pipeline, x: Any, rows: Any) -> None:
-    for n in rows:
-        await pipe(x[:n])
+def shapes_within(n: int) -> Iterator[tuple[int, ...]]:
+    """Hundreds of batch shapes of up to n rows together."""
+    sides = range(1, n + 1)
+    return ((a, b, c) for a in sides for b in range(1, n // a + 1) for c in range(1, n // (a * b) + 1))
+
+
+async def keep_compiling(pipe: ap.Pipeline, x: Any, shapes: Iterator[tuple[int, ...]]) -> None:
+    for shape in shapes:
+        await pipe(x[: math.prod(shape)].reshape(*shape, -1))
 
 
 @contextlib.asynccontextmanager
-async def under_load(pipe: ap.Pipeline, x: Any, rows: Any) -> AsyncIterator[None]:
-    """Inside, evaluations follow each other without a pause, and new shapes too where there are `rows` to take."""
-    work = [keep_busy(pipe, x)] + ([keep_compiling(pipe, x, rows)] if rows is not None else [])
+async def under_load(pipe: ap.Pipeline, x: Any, shapes: Iterator[tuple[int, ...]] | None) -> AsyncIterator[None]:
+    """Inside, evaluations follow each other without a pause, and so do new shapes where some are given."""
+    work = [keep_busy(pipe, x)] + ([keep_compiling(pipe, x, shapes)] if shapes is not None else [])
     tasks = [asyncio.ensure_future(w) for w in work]
     try:
         yield
@@ -104,7 +112,7 @@ async def serve(specs: list[str], seconds: float) -> None:
     """Read a load's name from each line of standard input; say when it runs, then print the lag under it."""
     loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as stack:
-        pipes: dict[str, tuple[ap.Pipeline, Any, Any]] = {}
+        pipes: dict[str, tuple[ap.Pipeline, Any, Iterator[tuple[int, ...]] | None]] = {}
         while load := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
             if load not in pipes:
                 if load == "zero-flop":
@@ -115,9 +123,9 @@ async def serve(specs: list[str], seconds: float) -> None:
                     split = [1] * len(specs)
                 pipe = await stack.enter_async_context(ap.Pipeline(model, params, devices=specs, split=split))
                 assert (await pipe.plan(x)).n_splits == len(specs)
-                pipes[load] = pipe, x, iter(range(1, len(x))) if load == "compiling" else None
-            pipe, x, rows = pipes[load]
-            async with under_load(pipe, x, rows):
+                pipes[load] = pipe, x, shapes_within(len(x)) if load == "compiling" else None
+            pipe, x, shapes = pipes[load]
+            async with under_load(pipe, x, shapes):
                 await asyncio.sleep(SETTLE_S)
                 before = pipe.statistics()
                 print("go", flush=True)
@@ -187,9 +195,11 @@ def main() -> None:
         asyncio.run(serve(specs, args.seconds))
         return
     results = asyncio.run(measure(args, args.loads.split(",")))
-    worst = max(r["p99_above_bare_ms"] for r in results)
-    bar = {"p99_above_bare_ms": 5.0}
-    finish({"benchmark": "loop_lag", "bar": bar, "p99_above_bare_ms": worst, "results": results})
+    checks = [
+        Check(f"{r['load']}: ms of event loop lag above a bare loop's, p99", r["p99_above_bare_ms"], "<=", 5.0)
+        for r in results
+    ]
+    finish({"benchmark": "loop_lag", "results": results}, checks)
 
 
 if __name__ == "__main__":

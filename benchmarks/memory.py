@@ -12,7 +12,7 @@ import itertools
 import os
 from typing import Any
 
-from _common import finish, make_model, progress, start_jax
+from _common import Check, finish, make_model, progress, start_jax
 
 import aiopipe as ap
 
@@ -55,7 +55,9 @@ def main() -> None:
     specs = args.devices.split(",")
     start_jax(specs)
     result = asyncio.run(measure(specs, args.evaluations))
-    finish({"benchmark": "memory", "bar": {"rss_ratio": 1.01}, "evaluations": args.evaluations, **result})
+    what = f"resident memory after {args.evaluations:,} evaluations / after 1,000"
+    check = Check(what, result["rss_ratio"], "<=", 1.01)
+    finish({"benchmark": "memory", "evaluations": args.evaluations, **result}, [check])
 
 
 if __name__ == "__main__":

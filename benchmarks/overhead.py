@@ -14,7 +14,7 @@ import statistics
 from typing import Any
 
 import numpy as np
-from _common import WINDOW, finish, hand_written, interleaved, make_model, ratio, start_jax, windowed
+from _common import WINDOW, Check, finish, hand_written, interleaved, make_model, ratio, start_jax, windowed
 
 import aiopipe as ap
 
@@ -79,7 +79,15 @@ def main() -> None:
     results = [
         asyncio.run(measure(specs, [by_spec[s] for s in specs], args.evaluations, args.repetitions)) for specs in sets
     ]
-    finish({"benchmark": "overhead", "bar": {"stream_over_loop": 0.7, "latency_n4_over_n1": 1.05}, "results": results})
+    checks = []
+    for r in results:
+        on = f"tiny stages on {r['devices']} devices"
+        checks += [
+            Check(f"{on}: time streamed / the loop's", r["stream_over_loop"], "<=", 0.7),
+            Check(f"{on}: latency of one / the chain's", r["latency_over_chain"], "<=", 1.1),
+            Check(f"{on}: latency with n_copies=4 / with 1", r["latency_n4_over_n1"], "<=", 1.05),
+        ]
+    finish({"benchmark": "overhead", "results": results}, checks)
 
 
 if __name__ == "__main__":

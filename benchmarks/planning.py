@@ -26,7 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _common import finish, progress
+from _common import Check, finish, progress
 
 import aiopipe as ap
 from aiopipe.devices.base import Device
@@ -209,9 +209,14 @@ def main() -> None:
     ]
     add_growth(results)
     traced = [trace_s(n) for n in map(int, filter(None, args.trace.split(",")))]
-    largest = {r["kind"]: r["plan_s"] for r in results if r["nodes"] > 0.9 * sizes[-1]}
-    bar = {"plan_s": 2.0, "for": "100,000 nodes"}
-    finish({"benchmark": "planning", "bar": bar, "plan_s": largest, "results": results, "traced": traced})
+    checks = []
+    for r in results:
+        if r["nodes"] > 0.9 * sizes[-1]:
+            what = f"{r['kind']}, {r['nodes']:,} nodes, {r['splits']:,} splits"
+            checks.append(Check(f"{what}: s to plan", r["plan_s"], "<=", 2.0 * sizes[-1] / 100_000))
+            if "growth" in r:
+                checks.append(Check(f"{what}: time per node / that of a tenth of them", r["growth"], "<=", 1.5))
+    finish({"benchmark": "planning", "results": results, "traced": traced}, checks)
 
 
 if __name__ == "__main__":

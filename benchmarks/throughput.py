@@ -15,7 +15,7 @@ import statistics
 from typing import Any
 
 import numpy as np
-from _common import WINDOW, finish, hand_written, interleaved, make_model, ratio, start_jax, windowed
+from _common import WINDOW, Check, finish, hand_written, interleaved, make_model, ratio, start_jax, windowed
 
 import aiopipe as ap
 
@@ -65,8 +65,13 @@ def main() -> None:
         for kind in args.kinds.split(",")
         for specs in sets
     ]
-    bar = {"speedup_over_loop": 1.0, "speedup_over_serial (one-core, 2 devices)": 1.6}
-    finish({"benchmark": "throughput", "bar": bar, "results": results})
+    checks = []
+    for r in results:
+        on = f"{r['stages']} stages on {r['devices']} devices"
+        checks.append(Check(f"{on}: the loop's time / aiopipe's", r["speedup_over_loop"], ">=", 1.0))
+        if r["stages"] == "one-core" and r["devices"] == 2:
+            checks.append(Check(f"{on}: the serial loop's time / aiopipe's", r["speedup_over_serial"], ">=", 1.6))
+    finish({"benchmark": "throughput", "results": results}, checks)
 
 
 if __name__ == "__main__":

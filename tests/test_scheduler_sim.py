@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import aiopipe as ap
+from aiopipe.backend import Executable
+from aiopipe.devices.base import Program
 from aiopipe.devices.sim import Cluster, HostOp, sleep
 from aiopipe.graph import GraphBuilder
 from simgraphs import (
@@ -194,6 +197,20 @@ async def test_every_split_has_an_event_that_happens_when_it_ends() -> None:
         assert cluster.clock.now == 5.0
 
 
+async def test_events_that_are_asked_for_late_do_not_queue_behind_others() -> None:
+    cluster = Cluster(2, split_cost_s=1.0)
+    graph = chain(2)
+    async with ap.Scheduler(cluster.backends) as sched:
+        sched.set_cut(graph, range(2))
+        runs = [await sched.graph_compute_async(graph, array()) for _ in range(4)]
+        last = runs[3].events
+        await cluster.clock.sleep(1.5)
+        assert [event.done() for event in runs[0].events] == [True, False]
+        assert [event.done() for event in last] == [False, False]
+        await last[0]
+        assert cluster.clock.now == 4.0
+
+
 async def test_synchronize_waits_for_what_was_submitted_before() -> None:
     cluster = Cluster(2, split_cost_s=1.0)
     graph = chain(2)
@@ -234,11 +251,34 @@ async def test_one_copy_means_one_at_a_time() -> None:
         assert cluster.clock.now == turns
 
 
+# Backends of others ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", range(3))
+async def test_a_backend_that_returns_too_little_fails_the_evaluation(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(3, split_cost_s=1.0)
+    graph = chain(3)
+    backend = cluster.backends[stage]
+    load = backend.load
+    monkeypatch.setattr(backend, "load", lambda program: replace(load(program), call=lambda *args: ()))
+    async with ap.Scheduler(cluster.backends, n_copies=2) as sched:
+        sched.set_cut(graph, range(3))
+        for _ in range(5):
+            with pytest.raises(ap.EvaluationError, match=f"split {stage} on 'sim:{stage}'"):
+                await sched.graph_compute(graph, array())
+        await sched.synchronize()  # the splits before it still run
+        settled(sched)
+
+
 # Memory ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["program", "weight"])
-async def test_an_allocation_that_fails_leaves_the_scheduler_usable(what: str) -> None:
+async def test_an_allocation_that_fails_leaves_the_scheduler_usable(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster = Cluster(2, compute=True)
     b = GraphBuilder("weights")
     x = b.input("x", *SPEC)
@@ -249,20 +289,22 @@ async def test_an_allocation_that_fails_leaves_the_scheduler_usable(what: str) -
         for g in (graph, other):
             sched.set_cut(g, range(2))
         running = await sched.graph_compute_async(other, array(1))
-        if what == "weight":
-            load = type(cluster.backends[1]).load
-            # Everything compiles; then there is no room for the weight.
-            cluster.backends[1].load = lambda program: (  # type: ignore[method-assign]
-                load(cluster.backends[1], program),
-                cluster.fail_next_allocation(1),
-            )[0]
-        else:
+        if what == "program":
             cluster.fail_next_allocation(1)
+        else:  # everything compiles; then there is no room for the weight
+            backend = cluster.backends[1]
+            load = backend.load
+
+            def then_fail(program: Program) -> Executable:
+                executable = load(program)
+                cluster.fail_next_allocation(1)
+                return executable
+
+            monkeypatch.setattr(backend, "load", then_fail)
         with pytest.raises(ap.AllocationError, match="sim:1 has no room") as caught:
             await sched.graph_compute_async(graph, array(2))
         assert caught.value.backend == "sim:1"
-        if what == "weight":
-            del cluster.backends[1].load
+        monkeypatch.undo()
         assert_equal(await running, unsplit(other, array(1)))
         assert_equal(await sched.graph_compute(graph, array(2)), unsplit(graph, array(2)))
         assert sched.statistics().plans == 2

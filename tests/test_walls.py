@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parent.parent / PACKAGE
 
 # Lowest first. A file imports only from rows above its own. A package's own `__init__` goes by the package's name.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "devices", "sched"),
+    ("errors", "devices", "sched", "_threads"),
     ("graph", "events"),
     ("devices.base", "evaluation", "_jax_source", "_jax_types"),
     ("_arguments", "_jax"),

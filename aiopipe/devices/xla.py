@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import anyio
 import jax
 import numpy as np
 
 from .. import _jax, _jax_types
+from .._threads import in_thread
 from ..backend import Backend, Dispatch, Executable, Lane, ThreadLane
 from ..devices.base import BufferType, Device, DeviceProps, DeviceType, Program
 from ..errors import PlacementError
@@ -25,6 +25,9 @@ __all__ = ["XlaBackend", "XlaDevice", "open_xla", "xla_devices"]
 
 VIEW_NBYTES = 1 << 20
 """Up to this size a ready value of another CPU device is handed over as a view, not copied."""
+
+_LOWERING = threading.Lock()
+"""One thread lowers at a time: it holds the GIL anyway, and each one more makes the event loop wait longer."""
 
 INLINE_FLOPS = 1000
 """XLA's CPU client runs a computation of fewer flops in the caller (`cpu_client.cc`)."""
@@ -134,7 +137,7 @@ class XlaBackend(Backend):
     def load(self, program: Program) -> Executable:
         """Compile with XLA."""
         self.check_open()
-        compiled = _jax.compile_program(program, self.jax_device)
+        compiled = _jax.compile_program(program, self.jax_device, lowering=_LOWERING)
         return Executable(
             program=program,
             call=compiled.call,
@@ -217,12 +220,12 @@ class XlaBackend(Backend):
         self.check_open()
         done = threading.Event()
         self.notify(() if self.newest is None else (self.newest,), lambda _: done.set())
-        await anyio.to_thread.run_sync(done.wait)
+        await in_thread(done.wait, "synchronize")
 
     async def aclose(self) -> None:
         self.closed = True
         self.newest = None
-        await anyio.to_thread.run_sync(self._completion.close)
+        await in_thread(self._completion.close, "close")
 
 
 def _can_block(program: Program, compiled: _jax.Compiled, kind: DeviceType) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, M
 from typing import Any, TypeVar
 
 import anyio
-import anyio.to_thread
 
+from .._threads import in_thread
 from ..backend import Backend, Lane, check_distinct, open_backend
 from ..errors import BackendClosedError, PlacementError
 from ..evaluation import Evaluation
@@ -214,7 +214,7 @@ class Scheduler:
             with anyio.move_on_after(timeout_s):
                 await self.synchronize()
             self._runner.cancel_all()
-            await anyio.to_thread.run_sync(self._runner.close_lanes, timeout_s)
+            await in_thread(lambda: self._runner.close_lanes(timeout_s), "close")
             for backend in self._opened:
                 await backend.aclose()
             self._plans.clear()
@@ -263,9 +263,7 @@ class Scheduler:
         devices = [backend.device for backend in self.backends]
         held = weights_held(graph, self.backends)
         pins, cut = self._pins.get(graph), self._cuts.get(graph)
-        return await anyio.to_thread.run_sync(
-            lambda: make_plan(graph, devices, weights=held, pins=pins, cut=cut), abandon_on_cancel=True
-        )
+        return await in_thread(lambda: make_plan(graph, devices, weights=held, pins=pins, cut=cut), "plan")
 
     def _lane_for(self, backend: Backend, own: bool, inline: bool) -> Lane:
         return self._runner.lane_for(backend, own=own, inline=inline)

@@ -1,0 +1,93 @@
+"""Threads that neither outlive the interpreter nor hold it up for nothing.
+
+A thread that is still inside XLA while the interpreter ends takes the process down with "terminate
+called" or a segmentation fault. A pool of idle threads that nobody told to stop has it wait for
+ever: after an event loop that Ctrl-C broke off, nobody does. So work runs in a thread that ends
+with it and that the interpreter waits for, as it would for a call of JAX in the main thread; and
+threads that serve a queue are closed at exit, if nobody has closed them before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextvars
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+__all__ = ["close_at_exit", "in_thread"]
+
+T = TypeVar("T")
+
+EXIT_S = 10.0
+"""How long the interpreter waits at exit for queues that nobody closed."""
+
+
+class Closable(Protocol):
+    """A thread with a queue."""
+
+    def close(self, timeout_s: float | None = None) -> bool: ...
+
+
+async def in_thread(call: Callable[[], T], name: str) -> T:
+    """``call()`` in a new thread, off the event loop; its result, or what it raised.
+
+    Being cancelled does not end the call, which nothing could, but nobody waits for it any more
+    except the interpreter before it exits.
+
+    Args:
+        call: may block.
+        name: of the thread, after ``aiopipe-``.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.done():  # cancelled
+            return
+        if error is None:
+            done.set_result(result)  # type: ignore[arg-type]  # a T where there is no error
+        elif isinstance(error, StopIteration):  # no future takes one
+            failure = RuntimeError(f"{name} raised StopIteration")
+            failure.__cause__ = error
+            done.set_exception(failure)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            result = context.run(call)
+        except BaseException as error:
+            failure = error
+        try:
+            loop.call_soon_threadsafe(settle, result, failure)
+        except RuntimeError:
+            if not loop.is_closed():  # a closed loop has nobody left to tell
+                raise
+
+    threading.Thread(target=work, name=f"aiopipe-{name}", daemon=False).start()
+    return await done
+
+
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_at_exit(lane: Closable) -> None:
+    """Close it when the interpreter exits, unless it is gone by then."""
+    if not _open:
+        # Not at import: what is registered last runs first, and JAX's own clean-up must come after this.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+    _open.add(lane)
+
+
+def _close_all() -> None:
+    deadline = time.monotonic() + EXIT_S
+    for lane in list(_open):
+        lane.close(max(0.0, deadline - time.monotonic()))
