@@ -8,7 +8,7 @@ from typing import Any
 
 from ._jaxpr import nested_jaxprs, open_jaxpr
 
-__all__ = ["TRANSCENDENTAL_FLOPS", "flops"]
+__all__ = ["TRANSCENDENTAL_FLOPS", "flops", "nbytes_moved"]
 
 TRANSCENDENTAL_FLOPS = 4.0
 """Operations charged for each element of an `exp`, `tanh` and the like."""
@@ -151,3 +151,26 @@ def flops(eqn: Any) -> float:
     if name.startswith(("reduce", "arg", "cum")):
         return _in_size(eqn)
     return _out_size(eqn)
+
+
+_PICKS = frozenset({"gather", "dynamic_slice", "slice"})
+_PUTS = frozenset({"scatter", "scatter_add", "scatter_mul", "scatter_min", "scatter_max", "dynamic_update_slice"})
+
+
+def nbytes_moved(eqn: Any) -> float:
+    """Bytes that an equation reads and writes, estimated.
+
+    All operands and results; but what picks a part of its first operand (an embedding lookup)
+    reads only that part, and what puts a part in place writes only that.
+    """
+    ins, outs = list(map(_nbytes, eqn.invars)), sum(map(_nbytes, eqn.outvars))
+    name = eqn.primitive.name
+    if name in _PICKS:
+        return 2 * outs + sum(ins[1:])
+    if name.replace("-", "_") in _PUTS:
+        return 2 * sum(ins[1:])
+    return sum(ins) + outs
+
+
+def _nbytes(var: Any) -> float:
+    return _size(var) * float(getattr(getattr(var.aval, "dtype", None), "itemsize", 0))

@@ -15,7 +15,7 @@ import numpy as np
 
 from ._arguments import Leaf, flattener, input_names, parameter_names, path_name, unflattener
 from ._jax import config_snapshot
-from ._jax_cost import flops
+from ._jax_cost import flops, nbytes_moved
 from ._jax_lift import Lifted, nested_consts
 from ._jax_source import is_library_function, source_line
 from ._jax_types import dtype_name, is_scalar, nbytes_of, spec_of
@@ -226,6 +226,7 @@ class _Emitter:
             fn=op,
             source=item.source or source_line(eqn),
             flops=flops(eqn),
+            nbytes=nbytes_moved(eqn),
             has_effect=item.has_effect,
         )
         self.tensors.update(zip(item.outs, ids, strict=True))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aiopipe import _jax, _jax_source, _jaxpr
-from aiopipe._jax_cost import TRANSCENDENTAL_FLOPS, flops
+from aiopipe._jax_cost import TRANSCENDENTAL_FLOPS, flops, nbytes_moved
 from aiopipe.trace import trace
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)
@@ -145,3 +145,14 @@ def test_costs_of_bodies() -> None:
     branchy = cost(lambda x: jax.lax.cond(True, lambda c: c @ w, lambda c: c + 1, x), X)
     assert branchy in (once, once + 1)
     assert cost(jax.jit(lambda x: x @ w), X) == once
+
+
+def test_bytes_of_a_lookup_are_those_of_the_rows() -> None:
+    """Else an embedding table would count as work, and unbalance whatever is cut by it."""
+    table, ids = jnp.zeros((1000, 8)), jnp.zeros((4,), jnp.int32)
+    moved = {e.primitive.name: nbytes_moved(e) for e in equations(lambda t, i: t.at[i].get(mode="clip"), table, ids)}
+    assert moved["gather"] == 2 * 4 * 8 * 4 + 4 * 4
+    put = equations(lambda t, i: t.at[i].add(1.0), table, ids)
+    assert max(nbytes_moved(e) for e in put if e.primitive.name.startswith("scatter")) < table.nbytes / 10
+    dot = equations(lambda a, b: a @ b, jnp.zeros((4, 8)), jnp.zeros((8, 2)))
+    assert nbytes_moved(dot[0]) == 4 * (32 + 16 + 8)
