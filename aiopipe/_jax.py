@@ -57,6 +57,7 @@ __all__ = [
     "source_context",
     "spec_of",
     "type_key",
+    "wide_context",
 ]
 
 _batched_device_put: Any
@@ -116,6 +117,18 @@ def config_context(snapshot: tuple[tuple[str, Any], ...] | None) -> Iterator[Non
             if getattr(jax.config, f"jax_{name}") != value:  # entering a context that changes nothing costs cache hits
                 stack.enter_context(getattr(jax, name)(value))
         yield
+
+
+_WIDE_DTYPES = frozenset(map(np.dtype, (np.float64, np.int64, np.uint64, np.complex128)))
+
+
+def wide_context(values: Sequence[Any]) -> AbstractContextManager[Any]:
+    """While it is open, JAX takes these values as they are: it narrows 64 bit types in a thread where they are off."""
+    is_on = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # not in the stubs
+    if is_on or not any(value.dtype in _WIDE_DTYPES for value in values):
+        return contextlib.nullcontext()
+    context: AbstractContextManager[Any] = jax.enable_x64(True)
+    return context
 
 
 # Source lines -----------------------------------------------------------------------------------
@@ -206,6 +219,12 @@ def compile_program(
             with config_context(program.config), jax.default_device(device):
                 outs: Sequence[Any] = jitted(*args)
             return outs
+
+    elif any(dtype_of(t.dtype) in _WIDE_DTYPES for t in program.inputs):
+
+        def call(*args: Any) -> Sequence[Any]:
+            with wide_context(args):
+                return compiled(*args)  # type: ignore[no-any-return]
 
     ops = frozenset().union(*({node.op, *getattr(node.fn, "primitives", ())} for node in nodes))
     cost = _cost_analysis(compiled)

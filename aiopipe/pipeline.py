@@ -239,10 +239,11 @@ class Pipeline:
 
         def upload() -> list[Any]:
             placed = []
-            for tensor, leaf in zip(params, leaves, strict=True):
-                backends = [scheduler.backends[i] for i in part.weights.get(tensor.id, host)]
-                placed.append(upload_weight(tensor.name, leaf, backends))
-                held[tensor.id] = placed[-1].buffers
+            with _jax.config_context(graph.config):
+                for tensor, leaf in zip(params, leaves, strict=True):
+                    backends = [scheduler.backends[i] for i in part.weights.get(tensor.id, host)]
+                    placed.append(upload_weight(tensor.name, leaf, backends))
+                    held[tensor.id] = placed[-1].buffers
             return placed
 
         self._weights = jax.tree.unflatten(treedef, await in_thread(upload, "upload"))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from . import _jax_types
+from . import _jax, _jax_types
 from ._threads import in_thread
 from .backend import Backend, Buffer
 from .devices.base import BufferUsage
@@ -43,9 +43,11 @@ async def place(tree: Any, placement: Placement) -> Any:
     leaves, treedef = tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, Tensor))
     named = [(keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
     targets = [_targets(path, placement) for path, _ in named]
+    config = _jax.config_snapshot()
 
     def upload() -> list[Tensor]:
-        return [upload_weight(path, leaf, held) for (path, leaf), held in zip(named, targets, strict=True)]
+        with _jax.config_context(config):
+            return [upload_weight(path, leaf, held) for (path, leaf), held in zip(named, targets, strict=True)]
 
     return jax.tree.unflatten(treedef, await in_thread(upload, "upload"))
 

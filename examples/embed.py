@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(report.to_json()))
         return 0
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print("interrupted", file=sys.stderr)
+        ctrl_c.say()
         return EXIT_CODE
     except ModuleNotFoundError as error:
         print(f"error: {error}; install what the examples need with: pip install 'aiopipe[examples]'", file=sys.stderr)

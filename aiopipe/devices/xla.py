@@ -153,7 +153,8 @@ class XlaBackend(Backend):
             value = np.array(value, dtype=_jax_types.dtype_of(tensor.dtype), copy=True)
         elif value.devices() == {self.jax_device}:
             return value
-        return jax.device_put(value, self.jax_device).block_until_ready()
+        with _jax.wide_context((value,)):
+            return jax.device_put(value, self.jax_device).block_until_ready()
 
     def transfer(self, values: Sequence[Any]) -> Sequence[Any]:
         """Views of ready values where memory is shared; else asynchronous copies."""
@@ -174,7 +175,9 @@ class XlaBackend(Backend):
                     continue
             moving.append(i)
         if moving:
-            moved = _jax.put([out[i] for i in moving], self.jax_device)
+            sources = [out[i] for i in moving]
+            with _jax.wide_context(sources):
+                moved = _jax.put(sources, self.jax_device)
             for i, value in zip(moving, moved, strict=True):
                 out[i] = value
         return out

@@ -31,6 +31,7 @@ class CtrlC:
 
     def __init__(self) -> None:
         self._target: tuple[asyncio.AbstractEventLoop, asyncio.Task[object]] | None = None
+        self._said = False
 
     def install(self) -> None:
         """Takes over SIGINT; `asyncio.run` then leaves it alone."""
@@ -48,6 +49,15 @@ class CtrlC:
         finally:
             self._target = None
 
+    def say(self) -> None:
+        """Tells the user, once, that the command was interrupted."""
+        if self._said:
+            return
+        self._said = True
+        if sys.stderr.isatty():
+            os.write(2, b"\x1b[?25h\n")  # a progress bar may have hidden the cursor
+        os.write(2, b"interrupted\n")
+
     def _first(self, signum: int, frame: object) -> None:
         signal.signal(signal.SIGINT, lambda *_: self._leave())
         timer = threading.Timer(GRACE_S, self._leave)
@@ -58,9 +68,6 @@ class CtrlC:
         loop, task = self._target
         loop.call_soon_threadsafe(task.cancel)  # the call also wakes a loop that waits for something else
 
-    @staticmethod
-    def _leave() -> NoReturn:
-        if sys.stderr.isatty():
-            os.write(2, b"\x1b[?25h\n")  # a progress bar may have hidden the cursor
-        os.write(2, b"interrupted\n")
+    def _leave(self) -> NoReturn:
+        self.say()
         os._exit(EXIT_CODE)
