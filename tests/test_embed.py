@@ -26,6 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 N_COPIES = (1, 2, 4, 8)
 
 
+pytestmark = pytest.mark.timeout(300)  # a real model, compiled for up to six devices: slow where others use the machine
+
+
 @pytest.fixture(scope="module")
 def encoder() -> model.Params:
     """The weights. Without them these tests fail: `make test` installs them."""
@@ -153,7 +156,7 @@ def run_command(*argv: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=200,
     )
 
 
