@@ -175,7 +175,9 @@ class Backend(ABC):
         self.device = device
         self.dispatch: Dispatch = dispatch
         self.closed = False
-        self.newest: Any = None  # a result of what was launched last; whoever launches sets it
+        # By launching thread, a result of what it launched last: order holds for each thread alone (XLA's
+        # CPU client, `cpu_client.cc`). Whoever launches sets it.
+        self.newest: dict[int, Any] = {}
 
     @abstractmethod
     def load(self, program: Program) -> Executable:

@@ -35,7 +35,10 @@ class Event:
         self._error = error
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception as error:  # somebody's callback must not stop whoever tells the event
+                _report(self, error)
 
     def done(self) -> bool:
         """Whether it has happened."""
@@ -90,3 +93,11 @@ class Event:
     def __repr__(self) -> str:
         state = "pending" if not self._happened else "failed" if self._error else "done"
         return f"<Event {self.name} {state}>"
+
+
+def _report(event: Event, error: Exception) -> None:
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        raise error from None
+    loop.call_exception_handler({"message": f"a callback of {event!r} raised", "exception": error})

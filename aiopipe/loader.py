@@ -21,7 +21,7 @@ from .errors import AiopipeError, TensorError
 from .graph import Graph, Tensor
 from .sched.alloc import BackendSize, backend_sizes, check_memory
 from .sched.launch import BoundSplit
-from .sched.plan import Plan, Segment, segments_of
+from .sched.plan import Plan, Segment, feeds_for_lanes, segments_of
 
 __all__ = ["Loaded", "Loader", "beside", "held_by", "source_value", "weights_held"]
 
@@ -83,13 +83,14 @@ class Loaded:
         self.plan = plan
         self.backends = tuple(backends)
         self.uploads: list[_Upload] = []
-        bound = [
-            BoundSplit(split, feed, executable, backends[split.backend], weights[split.backend])
-            for split, feed, executable in zip(plan.splits, plan.launch_lists, executables, strict=True)
-        ]
-        self.splits = tuple(bound)
         self.inline = _launches_inline(plan, backends, executables, n_copies)
         lanes, lane_of = _lanes(plan, backends, executables, lane_for, inline=self.inline)
+        feeds = feeds_for_lanes(plan, lane_of)
+        bound = [
+            BoundSplit(split, feed, executable, backends[split.backend], weights[split.backend])
+            for split, feed, executable in zip(plan.splits, feeds, executables, strict=True)
+        ]
+        self.splits = tuple(bound)
         self.segments: tuple[Segment, ...] = segments_of(plan.splits, lane_of)
         self.lanes = tuple(lanes[segment.lane] for segment in self.segments)
         self.depends = tuple(segment.depends for segment in self.segments)
@@ -103,19 +104,23 @@ class Loaded:
         }
         self._host_backends = _first_readers(plan, backends)
         self._staging: list[list[Any] | None] = [None] * n_copies
-        self._returned = {slot for kind, slot in plan.results if kind == "input"}
+        self.returned = tuple(dict.fromkeys(slot for kind, slot in plan.results if kind == "input"))
         tensors = [plan.graph.inputs[i] for i in plan.used_inputs]
-        self.capture_inline = sum(t.nbytes for t in tensors) <= INLINE_CAPTURE_NBYTES
+        self._input_nbytes = [t.nbytes for t in tensors]
 
     def captures_inline(self, values: Sequence[Any]) -> bool:
         """Whether `capture` takes so little time that the loop can do it: small, and nothing to wait for."""
-        if not self.capture_inline:
-            return False
-        for position, backend in zip(self.plan.used_inputs, self._host_backends, strict=True):
+        copied = 0
+        for position, backend, nbytes in zip(
+            self.plan.used_inputs, self._host_backends, self._input_nbytes, strict=True
+        ):
             value = values[position]
-            if type(value) is not np.ndarray and not backend.accepts(value) and not isinstance(value, _NUMBERS):
+            if backend.accepts(value):
+                continue  # taken as it is, whatever its size
+            if type(value) is not np.ndarray and not isinstance(value, _NUMBERS):
                 return False  # some other library's or another client's array: reading it may wait
-        return True
+            copied += nbytes
+        return copied <= INLINE_CAPTURE_NBYTES
 
     def capture(self, copy_id: int, values: Sequence[Any], slots: list[Any]) -> None:
         """Copy the inputs into the slot's own buffers, so that the caller may change its arrays.
@@ -137,13 +142,15 @@ class Loaded:
                 continue
             tensor, buffer = self.plan.graph.inputs[position], staging[slot]
             try:
-                if slot in self._returned:  # the caller will hold it: it cannot be the slot's
+                if slot in self.returned:  # the caller will hold it: it cannot be the slot's
                     slots[slot] = backend.upload(value, tensor)
                 else:
                     np.copyto(buffer, value, casting="same_kind")
                     slots[slot] = buffer
             except Exception as error:  # whatever the library that made the value raises
-                raise TensorError(f"input {tensor.describe()} cannot be read: {error}") from error
+                # Without the frames, which would keep the caller's arrays alive.
+                cause = error.with_traceback(None)
+                raise TensorError(f"input {tensor.describe()} cannot be read: {error}") from cause
 
     def result(self, slots: Sequence[Any]) -> Any:
         """What the graph returns, from an evaluation's environment."""
@@ -305,12 +312,21 @@ class Loader:
             if held_by(tensor, [backend]):
                 held[tid] = value
                 continue
-            known = self._uploads.get((id(value), backend.name))
+            # A NumPy array that may change is not the same weight the next time.
+            changeable = isinstance(value, np.ndarray) and value.flags.writeable
+            known = None if changeable else self._uploads.get((id(value), backend.name))
             if known is not None:
                 held[tid] = known.value
                 uploads.append(known)
             else:
                 missing.append(tensor)
+
+        for tensor in missing:
+            if source_value(tensor, backend) is None:
+                raise TensorError(
+                    f"weight {tensor.describe()} of graph {plan.graph.name!r} has no value: it was traced from a "
+                    "jax.ShapeDtypeStruct; trace with the arrays, or `place` them first"
+                )
 
         def upload() -> list[Any]:
             return [backend.upload(source_value(tensor, backend), tensor) for tensor in missing]

@@ -18,7 +18,7 @@ from .graph import Graph
 from .placement import place, upload_weight
 from .sched.partition import Partition, partition
 from .sched.plan import Plan
-from .sched.scheduler import Scheduler, shared
+from .sched.scheduler import Scheduler, closing_s, shared
 from .statistics import Statistics
 from .streaming import stream_in_order
 from .trace import trace
@@ -146,15 +146,22 @@ class Pipeline:
         """What has been done so far."""
         return self.scheduler.statistics()
 
-    async def aclose(self, *, cancel: bool = False) -> None:
-        """Finish (or with `cancel` drop) what is in flight and end every thread. Idempotent."""
+    async def aclose(self, *, cancel: bool = False, timeout_s: float | None = 30.0) -> None:
+        """Finish (or with `cancel` drop) what is in flight and end every thread. Idempotent.
+
+        Args:
+            cancel: do not wait for results, only for the devices to be done.
+            timeout_s: as for `Scheduler.aclose`.
+        """
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is None:
             return
         for task in list(self._tracing.values()):
             task.cancel()
-        await scheduler.aclose(cancel=cancel)
-        self._graphs.clear()
+        try:
+            await scheduler.aclose(cancel=cancel, timeout_s=timeout_s)
+        finally:
+            self._graphs.clear()
 
     async def __aenter__(self) -> Pipeline:
         if self._opened:
@@ -171,7 +178,7 @@ class Pipeline:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        await self.aclose(cancel=kind is not None)
+        await self.aclose(cancel=kind is not None, timeout_s=closing_s(kind))
 
     async def _graph_for(self, inputs: tuple[Any, ...], key: Hashable) -> Graph:
         scheduler = self.scheduler
@@ -208,7 +215,7 @@ class Pipeline:
         await scheduler.plan(graph)
         self._graphs[key] = graph
         while len(self._graphs) > self._max_plans:
-            self._graphs.popitem(last=False)
+            scheduler.forget(self._graphs.popitem(last=False)[1])
         return graph
 
     async def _cut(self, scheduler: Scheduler, graph: Graph) -> Graph:

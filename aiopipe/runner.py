@@ -8,6 +8,7 @@ once for however many messages.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import warnings
 from collections import deque
@@ -20,6 +21,7 @@ from .errors import BackendClosedError, WrongLoopError
 from .evaluation import Evaluation
 from .events import Event
 from .loader import Loaded
+from .mailbox import Mailbox
 from .sched.launch import Environment, LaunchError, launch_splits
 from .sched.state import (
     Admit,
@@ -92,8 +94,8 @@ class Runner:
         self._lanes: dict[tuple[Any, ...], Lane] = {}
         self._inline = InlineLane()
         self._capture_lane = ThreadLane("capture")
-        self._messages: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._awake = False
+        self._mailbox = Mailbox()
+        self._post = self._mailbox.post
         self._stimuli: deque[Stimulus] = deque()
         self._feeding = False
         self._burst_began = -1.0
@@ -112,6 +114,7 @@ class Runner:
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
+            self._mailbox.bind(loop)
         elif self._loop is not loop:
             raise WrongLoopError("this scheduler belongs to another event loop: make one scheduler for each loop")
         return loop
@@ -119,8 +122,10 @@ class Runner:
     async def submit(self, loaded: Loaded, values: Sequence[Any]) -> Evaluation:
         """Submit an evaluation and wait until it has a slot and its inputs are captured."""
         loop = self.enter()
-        name, n_splits = loaded.plan.graph.name, len(loaded.splits)
-        evaluation = Evaluation(self.n_submitted, name, loop, self.cancel, self.split_events, n_splits)
+        for backend in loaded.backends:
+            backend.check_open()
+        of = loaded.plan.graph.name, loop, self.cancel, self.split_events, len(loaded.splits)
+        evaluation = Evaluation(self.n_submitted, *of)
         self.n_submitted += 1
         run = self._runs[evaluation.id] = _Run(evaluation, loaded, values)
         self._feed(Submit(evaluation.id, loaded.depends))
@@ -226,27 +231,6 @@ class Runner:
         finally:
             self._feeding = False
 
-    def _post(self, action: Callable[..., None], *args: Any) -> None:
-        """Have the loop call ``action(*args)``; from any thread."""
-        self._messages.append((action, args))
-        if not self._awake:
-            self._awake = True
-            loop = self._loop
-            assert loop is not None
-            try:
-                loop.call_soon_threadsafe(self._read_messages)
-            except RuntimeError:
-                if not loop.is_closed():  # a closed loop has nobody left to tell
-                    raise
-
-    def _read_messages(self) -> None:
-        # Lowered before reading: a message that comes after the last look wakes the loop again.
-        self._awake = False
-        messages = self._messages
-        while messages:
-            action, args = messages.popleft()
-            action(*args)
-
     # -- instructions; each returns the answer, or None when it comes later ---------------------
 
     def _admit(self, instruction: Admit) -> Stimulus | None:
@@ -301,11 +285,11 @@ class Runner:
             return None
         try:
             if self._busy is None:
-                launch_splits(splits, run.env)
+                launch_splits(splits, run.env, threading.get_ident())
             else:
                 for split in splits:
                     began = split.backend.now()
-                    launch_splits((split,), run.env)
+                    launch_splits((split,), run.env, threading.get_ident())
                     depends = run.loaded.plan.splits[split.index].depends
                     self._busy.watch(split.backend, run.env.markers[split.index], began, run.ends, split.index, depends)
         except LaunchError as error:
@@ -327,6 +311,8 @@ class Runner:
         run = self._runs[instruction.evaluation]
         markers = run.env.markers
         groups = [(backend, [markers[i] for i in indices]) for backend, indices in run.loaded.sinks]
+        if run.loaded.returned and run.captured and not run.dropped:  # a caller's array may not be ready yet
+            groups.append((run.loaded.backends[-1], [run.env.slots[i] for i in run.loaded.returned]))
         if any(marker is None for _, group in groups for marker in group):
             return self._drain(run)  # not everything was launched
         if all(backend.all_ready(group) and backend.error_of(group) is None for backend, group in groups):
@@ -343,8 +329,8 @@ class Runner:
         return None
 
     def _completed(self, run: _Run, error: BaseException | None) -> None:
-        if error is None:
-            self._feed(Completed(run.evaluation.id))
+        if error is None or not run.loaded.splits:
+            self._feed(Completed(run.evaluation.id, error))
             return
 
         def blame(split: int, cause: BaseException) -> None:
@@ -358,9 +344,11 @@ class Runner:
             run.admitted.set_result(None)  # cancelled from elsewhere: awaiting the evaluation will say so
         if instruction.outcome is Outcome.SUCCESS:
             try:
-                run.evaluation._settle(result=run.loaded.result(run.env.slots))
+                result = run.loaded.result(run.env.slots)
             except Exception as error:  # the user's own pytree node may raise
                 run.evaluation._settle(error=error)
+            else:
+                run.evaluation._settle(result=result)
             return
         run.dropped = True
         if instruction.outcome is Outcome.FAILED:

@@ -74,9 +74,8 @@ async def _read_ahead(submit: Submit, batches: AsyncIterable[Any], window: int) 
                 pending.put_nowait(await submit(_inputs(batch)))
         finally:
             pending.put_nowait(None)
-            close = getattr(iterator, "aclose", None)
-            if close is not None:
-                await close()
+            if isinstance(iterator, AsyncGenerator):  # other sources (a memory object stream) are the caller's
+                await iterator.aclose()
 
     reader = asyncio.get_running_loop().create_task(read(), name="aiopipe stream")
     try:
@@ -87,8 +86,10 @@ async def _read_ahead(submit: Submit, batches: AsyncIterable[Any], window: int) 
         await reader  # raises what the batches or a submit raised
     finally:
         reader.cancel()
-        await asyncio.wait([reader])
-        while not pending.empty():
-            evaluation = pending.get_nowait()
-            if evaluation is not None:
-                evaluation.cancel()
+        try:
+            await asyncio.wait([reader])
+        finally:  # also when cancelled a second time
+            while not pending.empty():
+                evaluation = pending.get_nowait()
+                if evaluation is not None:
+                    evaluation.cancel()

@@ -225,7 +225,7 @@ class TestXlaBackend:
             await asyncio.to_thread(call)
         await backend.aclose()
         with pytest.raises(ap.BackendClosedError, match="open it again"):
-            backend.notify((), lambda e: None)
+            await backend.synchronize()
 
     def test_host_buffers_are_aligned_and_typed(self) -> None:
         backend = ap.open_backend("cpu:0")

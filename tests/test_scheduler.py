@@ -602,7 +602,7 @@ async def test_a_backend_waits_for_what_was_launched_on_it(gated: tuple[ap.Sched
     assert evaluation.done()
     for backend in sched.backends:
         await backend.synchronize()
-        assert backend.newest.is_ready()
+        assert all(value.is_ready() for value in backend.newest.values())
 
 
 async def test_side_by_side_where_independent() -> None:

@@ -31,7 +31,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("devices.sim", "sched.plan", "sched.state"),
     ("sched.launch",),
     ("loader",),
-    ("completion",),
+    ("completion", "mailbox"),
     ("runner",),
     ("sched.scheduler",),
     ("placement", "timeline"),

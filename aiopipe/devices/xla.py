@@ -1,8 +1,8 @@
 """Backends for every `jax.Device`: CPU, GPU, TPU.
 
-Launching is JAX's own asynchronous dispatch; XLA keeps the order on each device. What JAX does not
-offer is a callback when an array is ready, so each backend has a completion thread that waits for
-arrays, in order, and calls back.
+Launching is JAX's own asynchronous dispatch; XLA keeps the order on each device (on CPUs: the order
+of each dispatching thread). What JAX does not offer is a callback when an array is ready, so each
+backend has a completion thread that waits for arrays, in order, and calls back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .. import _jax, _jax_types
 from .._threads import in_thread
 from ..backend import Backend, Dispatch, Executable, Lane, ThreadLane
 from ..devices.base import BufferType, Device, DeviceProps, DeviceType, Program
-from ..errors import PlacementError
+from ..errors import BackendClosedError, PlacementError
 from ..graph import Node, Tensor
 
 __all__ = ["XlaBackend", "XlaDevice", "open_xla", "xla_devices"]
@@ -189,8 +189,10 @@ class XlaBackend(Backend):
         return _wait(values)
 
     def notify(self, values: Sequence[Any], callback: Callable[[BaseException | None], None]) -> None:
-        self.check_open()
-        self._completion.post(lambda: callback(_wait(values)))
+        try:
+            self._completion.post(lambda: callback(_wait(values)))
+        except BackendClosedError:  # closed under an evaluation, which must still hear of its end
+            threading.Thread(target=lambda: callback(_wait(values)), name=f"aiopipe-{self.name}-late").start()
 
     def download(self, value: Any) -> Any:
         return np.asarray(value)
@@ -219,15 +221,15 @@ class XlaBackend(Backend):
         return ThreadLane(self.name if own else f"{self.device.props.type.value}-dispatch")
 
     async def synchronize(self) -> None:
-        """Wait for what was launched last: the device works in order."""
+        """Wait for what each thread launched last: the device works in order for each."""
         self.check_open()
         done = threading.Event()
-        self.notify(() if self.newest is None else (self.newest,), lambda _: done.set())
+        self.notify(tuple(self.newest.values()), lambda _: done.set())
         await in_thread(done.wait, "synchronize")
 
     async def aclose(self) -> None:
         self.closed = True
-        self.newest = None
+        self.newest.clear()
         await in_thread(self._completion.close, "close")
 
 

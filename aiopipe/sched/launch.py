@@ -1,7 +1,7 @@
 """Launching: what a lane does with a segment. Straight-line code over prepared lists.
 
-Runs on whatever thread the lane is. Holds no lock: an evaluation's environment is touched by one
-segment at a time, or by segments that write different slots.
+Runs on whatever thread the lane is. Holds no lock: segments that are launched at the same time
+write different slots, and let go of none that the other reads.
 """
 
 from __future__ import annotations
@@ -65,8 +65,13 @@ class BoundSplit:
         self.marker = feed.marker
 
 
-def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
+def launch_splits(splits: Sequence[BoundSplit], env: Environment, thread: int) -> None:
     """Launch splits in order; their results appear in the environment, not yet ready.
+
+    Args:
+        splits: which ones.
+        env: the evaluation's values.
+        thread: identifies the thread that this runs on (`Backend.newest`).
 
     Raises:
         LaunchError: one could not be launched; the ones before it are.
@@ -89,7 +94,7 @@ def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
             results = split.call(*operands)
             for slot, value in zip(split.outputs, results, strict=False):  # a token has no slot
                 slots[slot] = value
-            split.backend.newest = markers[split.index] = results[split.marker]
+            split.backend.newest[thread] = markers[split.index] = results[split.marker]
         except Exception as error:
             raise LaunchError(split.index) from error
         for slot in split.frees:

@@ -10,7 +10,7 @@ that holds it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..devices.base import Device, Program
 from ..graph import Graph, Kind
@@ -19,7 +19,7 @@ from .assign import Assignment, assign
 from .lower import lower
 from .split import HOST, Split, split_graph
 
-__all__ = ["LaunchList", "Plan", "Segment", "make_plan", "segments_of"]
+__all__ = ["LaunchList", "Plan", "Segment", "feeds_for_lanes", "make_plan", "segments_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class LaunchList:
         gather: (operand position, environment slot) of the rest.
         moves: (slot to read, slot to fill) of the values to bring to this backend first.
         outputs: slots of the results, in order.
-        frees: slots whose value nobody needs after this split.
+        frees: slots whose value nobody needs after this split, if splits are launched in order.
         marker: which of its results shows that the split is done: the smallest, kept until the
             evaluation ends. 0 also for a split that returns nothing but a token.
     """
@@ -229,6 +229,33 @@ class _Feed:
                 LaunchList(draft.weights, draft.gather, draft.moves, draft.outputs, frees, draft.marker)
             )
         self.launch_lists.reverse()
+
+
+def feeds_for_lanes(plan: Plan, lane_of: Sequence[int]) -> list[LaunchList]:
+    """The launch lists for given lanes: a split lets go only what no other lane may still read.
+
+    The last reader in launch order need not be launched last: independent splits of different
+    lanes overtake each other. What they share stays until the evaluation ends.
+
+    Args:
+        plan: whose launch lists.
+        lane_of: for each backend the index of its lane.
+    """
+    users: dict[int, set[int]] = {}
+    for split, feed in zip(plan.splits, plan.launch_lists, strict=True):
+        moved = [slot for move in feed.moves for slot in move]
+        for slot in (*feed.outputs, *moved, *(slot for _, slot in feed.gather)):
+            users.setdefault(slot, set()).add(split.index)
+    feeds = []
+    for split, feed in zip(plan.splits, plan.launch_lists, strict=True):
+        lane, before = lane_of[split.backend], {split.index, *split.depends}
+        frees = tuple(
+            slot
+            for slot in feed.frees
+            if all(i in before or lane_of[plan.splits[i].backend] == lane for i in users[slot])
+        )
+        feeds.append(replace(feed, frees=frees))
+    return feeds
 
 
 def segments_of(splits: Sequence[Split], lane_of: Sequence[int]) -> tuple[Segment, ...]:

@@ -64,6 +64,7 @@ class Scheduler:
         self._pins: PerGraph[dict[int, int]] = PerGraph()
         self._cuts: PerGraph[Sequence[int]] = PerGraph()
         self._last_n_splits = 0
+        self._closing: asyncio.Task[None] | None = None
 
     @property
     def n_copies(self) -> int:
@@ -131,6 +132,10 @@ class Scheduler:
             AllocationError: it does not fit; nothing has been allocated.
         """
         return (self._plans.get(graph) or await self._load(graph)).plan
+
+    def forget(self, graph: Graph) -> None:
+        """Drop a graph's plan; evaluations under way keep what they need of it."""
+        self._plans.drop(graph)
 
     async def check_fit(self, graph: Graph) -> None:
         """Raise `AllocationError` if a graph cannot fit; compiles and uploads nothing."""
@@ -203,28 +208,41 @@ class Scheduler:
             timeout_s: after this long, cancel what has not finished; after as long again, leave
                 threads alone that a device still holds up, with a `ResourceWarning`.
         """
-        if self._runner.closed:
-            return
         self._runner.closed = True
-        for task in list(self._loading.values()):
-            task.cancel()
-        with anyio.CancelScope(shield=True):  # threads and arrays must not outlive a cancelled caller
-            if cancel:
-                self._runner.cancel_all()
-            with anyio.move_on_after(timeout_s):
-                await self.synchronize()
+        if self._closing is None:
+            for task in list(self._loading.values()):
+                task.cancel()
+            self._closing = asyncio.get_running_loop().create_task(self._close(timeout_s), name="aiopipe close")
+        if cancel:
             self._runner.cancel_all()
-            await in_thread(lambda: self._runner.close_lanes(timeout_s), "close")
+        cancelled: asyncio.CancelledError | None = None
+        while not self._closing.done():  # threads and arrays must not outlive a cancelled caller
+            try:
+                await asyncio.shield(self._closing)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self._runner.cancel_all()
+        if cancelled is not None:
+            raise cancelled
+        self._closing.result()
+
+    async def _close(self, timeout_s: float | None) -> None:
+        """In a task of its own: cancelling whoever waits for it does not break it off."""
+        with anyio.move_on_after(timeout_s):
+            await self.synchronize()
+        self._runner.cancel_all()
+        await in_thread(lambda: self._runner.close_lanes(timeout_s), "close")
+        with anyio.move_on_after(timeout_s):
             for backend in self._opened:
                 await backend.aclose()
-            self._plans.clear()
+        self._plans.clear()
 
     async def __aenter__(self) -> Scheduler:
         self._runner.enter()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        await self.aclose(cancel=kind is not None)
+        await self.aclose(cancel=kind is not None, timeout_s=closing_s(kind))
 
     def _index(self, backend: Backend | str) -> int:
         for i, known in enumerate(self.backends):
@@ -236,10 +254,10 @@ class Scheduler:
     async def _load(self, graph: Graph) -> Loaded:
         loop = self._runner.enter()
         task = self._loading.get(graph)
-        if task is None:
+        if task is None or task.done():  # done: its plan was dropped again before the loop came round
             task = loop.create_task(self._load_now(graph), name=f"aiopipe load {graph.name}")
             self._loading[graph] = task
-            task.add_done_callback(lambda _: self._loading.pop(graph, None))
+            task.add_done_callback(lambda done: self._loading.pop(graph) if self._loading.get(graph) is done else None)
         return await shared(task, lambda: self._runner.closed)
 
     async def _load_now(self, graph: Graph) -> Loaded:
@@ -267,6 +285,15 @@ class Scheduler:
 
     def _lane_for(self, backend: Backend, own: bool, inline: bool) -> Lane:
         return self._runner.lane_for(backend, own=own, inline=inline)
+
+
+def closing_s(kind: type[BaseException] | None) -> float:
+    """How long closing may take when a block ends with such an exception.
+
+    A `KeyboardInterrupt` that the event loop does not turn into a cancellation may have broken off
+    anything, so that there is nothing to wait for.
+    """
+    return 30.0 if kind is None or issubclass(kind, (Exception, asyncio.CancelledError, GeneratorExit)) else 2.0
 
 
 async def shared(task: asyncio.Task[T], is_closed: Callable[[], bool]) -> T:

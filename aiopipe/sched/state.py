@@ -16,7 +16,7 @@ done with it, exactly once.
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -168,7 +168,7 @@ class RunState:
         self.n_admitted = 0
         self.counts = dict.fromkeys(Outcome, 0)
         self._runs: dict[int, _Run] = {}
-        self._waiting: deque[_Run] = deque()
+        self._waiting: OrderedDict[int, _Run] = OrderedDict()
         self._holders: list[_Run | None] = [None] * n_copies
 
     @property
@@ -184,7 +184,7 @@ class RunState:
     @property
     def waiting(self) -> int:
         """Evaluations that wait for a slot."""
-        return sum(run.outcome is None for run in self._waiting)
+        return len(self._waiting)
 
     def phase(self, evaluation: int) -> Phase | None:
         """Where an evaluation is, or None when it is gone."""
@@ -230,7 +230,7 @@ class RunState:
             raise ValueError(f"{stimulus}: that evaluation is under way already")
         run = _Run(stimulus.evaluation, stimulus.depends)
         self._runs[run.id] = run
-        self._waiting.append(run)
+        self._waiting[run.id] = run
         self._admit(out)
 
     def _admit(self, out: list[Instruction]) -> None:
@@ -238,9 +238,7 @@ class RunState:
             slot = self.n_admitted % self.n_copies
             if self._holders[slot] is not None:
                 return
-            run = self._waiting.popleft()
-            if run.outcome is not None:  # cancelled while it waited; it is gone already
-                continue
+            _, run = self._waiting.popitem(last=False)
             self.n_admitted += 1
             self._holders[slot] = run
             run.copy_id = slot
@@ -292,7 +290,7 @@ class RunState:
     def _settle(self, run: _Run, out: list[Instruction]) -> None:
         """Let go of a waiting run that ended; drain a running one that will launch nothing more."""
         if run.phase is Phase.WAITING:
-            del self._runs[run.id]
+            del self._runs[run.id], self._waiting[run.id]
             out.append(Release(run.id, -1))
         elif run.phase is Phase.RUNNING and not run.launching and (run.outcome is not None or not run.unlaunched):
             run.phase = Phase.DRAINING
@@ -327,5 +325,4 @@ class RunState:
         for run in self._runs.values():
             assert (run.phase is Phase.WAITING) == (run.copy_id < 0), "phase and slot disagree"
             assert run.launching >= 0 and run.unlaunched >= run.launching, "launches do not add up"
-        live = [run for run in self._waiting if run.outcome is None]
-        assert not live or self._holders[self.cur_copy] is not None, "somebody waits beside a free slot"
+        assert not self._waiting or self._holders[self.cur_copy] is not None, "somebody waits beside a free slot"
