@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 
 PIP = $(1)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo test test-oldest lint bench clean
+.PHONY: help demo test test-oldest lint api bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -37,6 +37,9 @@ lint: $(VENV)/.installed-test  ## ruff, and mypy --strict on aiopipe
 	@$(VENV)/bin/ruff check .
 	@echo "== mypy --strict"
 	@$(VENV)/bin/mypy
+
+api: $(VENV)/.installed-test  ## write docs/api.md from the docstrings
+	@$(VENV)/bin/python scripts/api_reference.py
 
 bench: $(VENV)/.installed-examples  ## run every benchmark; the JSON line of each, then a table against the bars
 	@mkdir -p .bench; rm -f .bench/*.log; failed=; \

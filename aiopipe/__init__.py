@@ -1,7 +1,10 @@
 """aiopipe: asyncio-native pipeline-parallel execution on JAX devices."""
 
-from .backend import Backend, Buffer, devices, open_backend, open_backends, register_backend
-from .devices.base import BufferType, BufferUsage, Device, DeviceProps, DeviceType
+from .backend import Backend
+from .buffer import Buffer, tensor_view
+from .compare import compare_backends, graph_copy
+from .comparison import Comparison, NodeDifference
+from .devices.base import BufferType, BufferUsage, Capabilities, Device, DeviceProps, DeviceType
 from .devices.sim import open_sim
 from .devices.xla import open_xla, xla_devices
 from .errors import (
@@ -12,6 +15,7 @@ from .errors import (
     EvaluationAborted,
     EvaluationError,
     PlacementError,
+    ReplanError,
     TensorError,
     TraceError,
     WrongLoopError,
@@ -19,11 +23,14 @@ from .errors import (
 from .evaluation import Evaluation
 from .events import Event
 from .graph import Graph, GraphBuilder, Node, Tensor
+from .graph_plan import GraphPlan
 from .pipeline import Pipeline
 from .placement import place
+from .registry import devices, open_backend, open_backends, register_backend, registered_backends
 from .sched.plan import Plan
 from .sched.scheduler import Scheduler
 from .statistics import Statistics
+from .tensor_moves import Reading, tensor_copy_async
 from .trace import trace
 
 __version__ = "0.1.0"
@@ -37,6 +44,8 @@ __all__ = [
     "Buffer",
     "BufferType",
     "BufferUsage",
+    "Capabilities",
+    "Comparison",
     "Device",
     "DeviceProps",
     "DeviceType",
@@ -46,21 +55,30 @@ __all__ = [
     "Event",
     "Graph",
     "GraphBuilder",
+    "GraphPlan",
     "Node",
+    "NodeDifference",
     "Pipeline",
     "PlacementError",
     "Plan",
+    "Reading",
+    "ReplanError",
     "Scheduler",
     "Statistics",
     "Tensor",
     "TensorError",
     "TraceError",
     "WrongLoopError",
+    "compare_backends",
     "devices",
+    "graph_copy",
     "open_backend",
     "open_backends",
     "place",
     "register_backend",
+    "registered_backends",
+    "tensor_copy_async",
+    "tensor_view",
     "trace",
 ]
 

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-__all__ = ["close_at_exit", "in_thread"]
+__all__ = ["close_at_exit", "closing_s", "in_thread"]
 
 T = TypeVar("T")
 
@@ -91,3 +91,12 @@ def _close_all() -> None:
     deadline = time.monotonic() + EXIT_S
     for lane in list(_open):
         lane.close(max(0.0, deadline - time.monotonic()))
+
+
+def closing_s(kind: type[BaseException] | None) -> float:
+    """How long closing may take when a block ends with such an exception.
+
+    A `KeyboardInterrupt` that the event loop does not turn into a cancellation may have broken off
+    anything, so that there is nothing to wait for.
+    """
+    return 30.0 if kind is None or issubclass(kind, (Exception, asyncio.CancelledError, GeneratorExit)) else 2.0

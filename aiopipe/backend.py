@@ -1,4 +1,4 @@
-"""Backends: running actors on devices, their dispatch lanes, and the registry that opens them.
+"""Backends: running actors on devices.
 
 A backend's queue is ordered. What goes into it is launched by its *lane*: a thread of its own,
 one shared with other backends of the same client, or the caller itself where a launch cannot
@@ -7,19 +7,26 @@ block. Results are waited for by `notify`, never by the event loop.
 
 from __future__ import annotations
 
-import threading
 import time
-from abc import ABC, abstractmethod
-from collections import deque
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any, Literal
 
-from ._threads import close_at_exit
-from .devices.base import BufferType, BufferUsage, Device, MemoryStats, Program
+import numpy as np
+
+from ._jax_types import dtype_of
+from ._threads import in_thread
+from .buffer import Account, Buffer
+from .devices.base import Device, MemoryStats, Program
 from .errors import BackendClosedError, PlacementError
-from .graph import Tensor
+from .evaluation import Evaluation
+from .events import Event
+from .graph import Graph, Kind, Node, PerGraph, Tensor
+from .graph_plan import GraphPlan, compute
+from .lanes import InlineLane, Lane, ThreadLane
+from .queue import Queue
+from .tensor_io import TensorIO
 
 __all__ = [
     "Backend",
@@ -29,33 +36,9 @@ __all__ = [
     "InlineLane",
     "Lane",
     "ThreadLane",
-    "check_distinct",
-    "devices",
-    "open_backend",
-    "open_backends",
-    "register_backend",
 ]
 
 Dispatch = Literal["auto", "shared", "own"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Buffer:
-    """Memory on a backend that holds the value of one tensor.
-
-    Attributes:
-        backend: who holds it.
-        buffer_type: which of its memories.
-        usage: what it is for.
-        nbytes: its size.
-        value: the backend's own handle, e.g. a `jax.Array`.
-    """
-
-    backend: Backend
-    buffer_type: BufferType
-    usage: BufferUsage
-    nbytes: int
-    value: Any = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -77,83 +60,7 @@ class Executable:
     launch_s: float = 1e-5
 
 
-class Lane(ABC):
-    """Where launches happen, in the order in which they were posted."""
-
-    name: str
-
-    @abstractmethod
-    def post(self, job: Callable[[], None]) -> None:
-        """Queue a job; from any thread. The job must not raise."""
-
-    @abstractmethod
-    def close(self, timeout_s: float | None = None) -> bool:
-        """Finish what is queued, then stop. Idempotent; may be called from any other thread.
-
-        Returns:
-            Whether it has stopped within `timeout_s`.
-        """
-
-
-class InlineLane(Lane):
-    """Runs a job in the caller, at once: for launches that cannot block."""
-
-    def __init__(self, name: str = "inline") -> None:
-        self.name = name
-
-    def post(self, job: Callable[[], None]) -> None:
-        job()
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        return True
-
-
-class ThreadLane(Lane):
-    """A daemon thread that runs jobs in order. It starts with the first job."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._jobs: deque[Callable[[], None] | None] = deque()
-        self._wake = threading.Semaphore(0)
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def post(self, job: Callable[[], None]) -> None:
-        with self._lock:
-            if self._closed:
-                raise BackendClosedError(f"lane {self.name!r} is closed")
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"aiopipe-{self.name}", daemon=True)
-                self._thread.start()
-                close_at_exit(self)
-            self._jobs.append(job)
-        self._wake.release()
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._jobs.append(None)
-                self._wake.release()
-            thread = self._thread
-        if thread is None or thread is threading.current_thread():
-            return True
-        thread.join(timeout_s)
-        return not thread.is_alive()
-
-    def _run(self) -> None:
-        jobs, wake = self._jobs, self._wake
-        while True:
-            wake.acquire()
-            job = jobs.popleft()
-            if job is None:
-                return
-            job()
-            del job  # an idle thread must not keep the last evaluation alive
-
-
-class Backend(ABC):
+class Backend(TensorIO):
     """A running actor on a device.
 
     Args:
@@ -163,9 +70,17 @@ class Backend(ABC):
             backends of the client, or ``"auto"``: inline where no launch can block, else shared,
             and its own where its splits can block their dispatcher.
 
-    The methods without ``async`` are what a kind of backend implements. `load`, `upload` and
-    `download` may block and are called off the event loop; `transfer` and `Executable.call` are
-    called on the backend's lane.
+    A kind of backend implements `load`, `upload` and `download`, which may block and are called off
+    the event loop. That is enough for a device that computes while its caller waits and whose values
+    are NumPy arrays; such a `load` makes executables that say ``blocks=True``. A device that works
+    on its own overrides the other methods without ``async``, too; `transfer` and `Executable.call`
+    are called on the backend's lane.
+
+    Attributes:
+        closed: whether `aclose` has been called.
+        newest: by launching thread, a result of what it launched last; whoever launches sets it.
+        queue: what is posted by hand, in order.
+        memory: the buffers that are alive here.
     """
 
     def __init__(self, name: str, device: Device, *, dispatch: Dispatch = "auto") -> None:
@@ -178,6 +93,10 @@ class Backend(ABC):
         # By launching thread, a result of what it launched last: order holds for each thread alone (XLA's
         # CPU client, `cpu_client.cc`). Whoever launches sets it.
         self.newest: dict[int, Any] = {}
+        self.queue = Queue(self)
+        self.memory = Account()
+        self._graph_plans: PerGraph[GraphPlan] = PerGraph()
+        self._n_computed = 0
 
     @abstractmethod
     def load(self, program: Program) -> Executable:
@@ -190,32 +109,41 @@ class Backend(ABC):
         The value is copied: the caller may change a NumPy array afterwards.
         """
 
-    @abstractmethod
     def transfer(self, values: Sequence[Any]) -> Sequence[Any]:
         """Bring values of the host or of other backends here, in one go, for this backend's next launch.
 
-        Called on the lane. Does not wait within one client; between clients it may block.
+        Called on the lane. Does not wait within one client; between clients it may block. Unless
+        overridden it uploads what does not live here.
         """
+        return [v if self.holds(v) else self.upload(array := np.asarray(v), _spec(array)) for v in values]
 
-    @abstractmethod
     def all_ready(self, values: Sequence[Any]) -> bool:
-        """Whether none of the values is still being computed. Never blocks; a failed value is ready."""
+        """Whether none of the values is still being computed. Never blocks; a failed value is ready.
 
-    @abstractmethod
+        Unless overridden they are: the caller of the executable has waited for them.
+        """
+        return True
+
     def error_of(self, values: Sequence[Any]) -> BaseException | None:
-        """The first error among values that are ready. Never blocks."""
+        """The first error among values that are ready. Never blocks.
+
+        Unless overridden there is none: the executable has raised it.
+        """
+        return None
 
     def now(self) -> float:
         """This backend's clock, in seconds."""
         return time.monotonic()
 
-    @abstractmethod
     def notify(self, values: Sequence[Any], callback: Callable[[BaseException | None], None]) -> None:
         """Call ``callback(error)`` once all values are there (or the first error is). Never blocks.
 
         The callback runs on any thread, takes little time and does not raise. Calls for one
-        backend come back in the order in which they were asked for.
+        backend come back in the order in which they were asked for. Unless overridden it calls back
+        at once.
         """
+        self.check_open()
+        callback(None)
 
     @abstractmethod
     def download(self, value: Any) -> Any:
@@ -227,7 +155,7 @@ class Backend(ABC):
         An empty NumPy array of the tensor's shape and dtype, aligned so that the device can read
         it in place if it can at all; or None when such values cannot be captured by NumPy.
         """
-        return None
+        return None if tensor.dtype.startswith("key<") else np.empty(tensor.shape, dtype_of(tensor.dtype))
 
     def accepts(self, value: Any) -> bool:
         """Whether the value is an immutable handle that `transfer` takes as it is (so capturing it copies nothing)."""
@@ -237,22 +165,163 @@ class Backend(ABC):
         """Whether the value lives here already, so that `upload` would copy nothing."""
         return False
 
-    @abstractmethod
     def make_lane(self, *, own: bool) -> Lane:
         """A lane that may block: of its own, or one that every backend of the same client can use."""
+        return ThreadLane(self.name)
+
+    def supports_op(self, node: Node) -> bool:
+        """Whether it can run the node: `Device.supports_op` of its device."""
+        return self.device.supports_op(node)
 
     def check_open(self) -> None:
         """Raise `BackendClosedError` after `aclose`."""
         if self.closed:
             raise BackendClosedError(f"backend {self.name!r} is closed: open it again, open_backend({self.name!r})")
 
-    @abstractmethod
-    async def synchronize(self) -> None:
-        """Wait until everything that was launched here has finished."""
+    # Queue, events, graph plans -------------------------------------------------------------------
 
-    @abstractmethod
+    def event_new(self, name: str = "event") -> Event | None:
+        """An event to record once, here or on another backend; None where the device has no events.
+
+        The host waits with ``await event``, a backend's queue with `event_wait`. There is nothing to free.
+        """
+        return Event(name) if self.device.props.events else None
+
+    def event_record(self, event: Event | None) -> None:
+        """Have an event happen when everything that was queued here by hand so far has finished.
+
+        It carries the first error since the last one that was recorded here.
+
+        Raises:
+            PlacementError: the device has no events, or this one was recorded before: events are one-shot.
+            BackendClosedError: the backend is closed.
+        """
+        if event is None or not self.device.props.events:
+            why = "make it with event_new()" if self.device.props.events else "its device has none; await synchronize()"
+            raise PlacementError(f"{self.name} cannot record the event {event!r}: {why}")
+        self.queue.record(event)
+
+    def event_wait(self, event: Event) -> None:
+        """Have what is queued here by hand from now on wait for an event of any backend; the caller goes on.
+
+        If the event fails, what waited does not run and fails with the same error, until `synchronize`.
+        Every backend can wait, also one whose device has no events: it is the queue that waits.
+
+        Raises:
+            PlacementError: there is no event: its device has none.
+            BackendClosedError: the backend is closed.
+        """
+        if event is None:
+            raise PlacementError(
+                f"{self.name} cannot wait for None: event_new() gives None where a device has no events; "
+                "await that backend's synchronize() instead"
+            )
+        self.queue.wait(event)
+
+    async def graph_plan_create(self, graph: Graph) -> GraphPlan:
+        """Compile a whole graph for this backend and bring over the weights that it does not hold.
+
+        Weights in buffers of this backend are read when the plan is computed, so setting them counts.
+
+        Raises:
+            PlacementError: the device lacks one of the ops: names it, the backend and the source line.
+            AllocationError: there is no room for the weights.
+            BackendClosedError: the backend is closed.
+        """
+        self.check_open()
+        plan = GraphPlan(graph, self)
+
+        def load() -> None:  # a thread that is ending shall not keep the weights
+            plan.load()
+
+        await in_thread(load, "compile")
+        return plan
+
+    async def graph_plan_compute(self, plan: GraphPlan, *inputs: Any) -> Any:
+        """Compute a plan, after all that is queued here by hand; what the graph returns, its arrays ready.
+
+        Args:
+            plan: of this backend, not freed.
+            inputs: what the traced function takes after the weights; or, with tensors in buffers of this
+                backend among them, one value for each of `graph.inputs`. The caller may change NumPy arrays
+                as soon as this has begun to wait.
+
+        Raises:
+            TensorError: an input does not fit, or the plan was freed.
+            PlacementError: the plan is another backend's.
+            EvaluationError: computing failed: names backend, first node and source line.
+        """
+        plan.check(self)
+        return await self._compute(plan, inputs, None)
+
+    def graph_plan_free(self, plan: GraphPlan | None) -> None:
+        """Let go of a plan, or of nothing; what is queued still runs. Computing it afterwards raises `TensorError`.
+
+        Raises:
+            PlacementError: the plan is another backend's.
+        """
+        if plan is not None and not plan.freed:
+            plan.check(self)
+            plan.free()
+
+    async def graph_compute(self, graph: Graph, *inputs: Any, outputs: Sequence[Tensor] | None = None) -> Any:
+        """`graph_compute_async`, then `synchronize`; what the graph returns, its arrays ready."""
+        result = await self.graph_compute_async(graph, *inputs, outputs=outputs)
+        await self.synchronize()
+        return result
+
+    def graph_compute_async(
+        self, graph: Graph, *inputs: Any, outputs: Sequence[Tensor] | None = None
+    ) -> Evaluation:
+        """Queue a graph, behind all that is queued here by hand; await the evaluation for the result.
+
+        The graph is compiled when it is first computed here, on the queue's lane, and stays compiled for
+        as long as it lives. Large NumPy inputs are copied in the caller: give tensors in buffers, or JAX
+        arrays, to avoid that.
+
+        Args:
+            graph: what to compute.
+            inputs: as for `graph_plan_compute`.
+            outputs: tensors in buffers of this backend that take the results as well, in the order of the
+                queue: one for each of `graph.outputs`.
+
+        Raises:
+            PlacementError: the device lacks one of the ops.
+            TensorError: an input or output does not fit.
+            BackendClosedError: the backend is closed.
+        """
+        self.check_open()
+        plan = self._graph_plans.get(graph)
+        if plan is None:
+            plan = GraphPlan(graph, self)
+            self._graph_plans.put(graph, plan)
+        return self._compute(plan, inputs, outputs)
+
+    def _compute(self, plan: GraphPlan, inputs: Sequence[Any], outputs: Sequence[Tensor] | None) -> Evaluation:
+        self.check_open()
+        evaluation = compute(plan, inputs, self._n_computed, outputs=outputs)
+        self._n_computed += 1
+        return evaluation
+
+    async def synchronize(self) -> None:
+        """Wait until everything that was launched here has finished, by hand or by a scheduler.
+
+        Raises:
+            Exception: the first error since the last call of what was queued by hand, evaluations excepted:
+                those carry their own.
+            BackendClosedError: the backend is closed.
+        """
+        self.check_open()
+        await self.queue.synchronize()
+
     async def aclose(self) -> None:
-        """Finish what is running, then end the threads. Idempotent."""
+        """Finish what is running, then end the threads. What waits for an event is dropped. Idempotent."""
+        try:
+            await self.queue.aclose()
+        finally:
+            self.closed = True
+            self.newest.clear()
+            self._graph_plans.clear()
 
     async def __aenter__(self) -> Backend:
         return self
@@ -264,79 +333,6 @@ class Backend(ABC):
         return f"<{type(self).__name__} {self.name}{' closed' if self.closed else ''}>"
 
 
-Factory = Callable[..., Backend]
-_ENTRY_POINTS = "aiopipe.backends"
-
-
-@dataclass(frozen=True, slots=True)
-class _Registration:
-    factory: Factory
-    devices: Callable[[], Sequence[Device]]
-
-
-_registry: dict[str, _Registration] = {}
-
-
-def register_backend(name: str, factory: Factory, *, devices: Callable[[], Sequence[Device]] = tuple) -> None:
-    """Make ``open_backend("name:params")`` call ``factory(params, dispatch=...)``.
-
-    Args:
-        name: what comes before the colon.
-        factory: called with what comes after the colon (``""`` without one).
-        devices: lists the devices that it can open, for `devices()`.
-
-    Third parties declare an entry point in the group ``aiopipe.backends`` instead: its name is the
-    backend's, its object the factory.
-    """
-    if not name or ":" in name:
-        raise PlacementError(f"backend name {name!r}: expected a word without a colon")
-    _registry[name] = _Registration(factory, devices)
-
-
-def _lookup(name: str) -> _Registration | None:
-    if name not in _registry:
-        for entry in entry_points(group=_ENTRY_POINTS, name=name):
-            register_backend(name, entry.load())
-    return _registry.get(name)
-
-
-def open_backend(spec: str, *, dispatch: Dispatch = "auto") -> Backend:
-    """Open the backend that a spec names, such as ``"cpu:0"`` or ``"gpu:1"``.
-
-    Raises:
-        PlacementError: nobody registered that name, or it has no such device.
-    """
-    name, _, params = spec.partition(":")
-    found = _lookup(name)
-    if found is None:
-        known = sorted(set(_registry) | {e.name for e in entry_points(group=_ENTRY_POINTS)})
-        raise PlacementError(f"unknown device {spec!r}: expected one of the backends {', '.join(known)}, as in 'cpu:0'")
-    return found.factory(params, dispatch=dispatch)
-
-
-def open_backends(*specs: str) -> list[Backend]:
-    """Open several backends; their order is their priority.
-
-    Raises:
-        PlacementError: a spec names no device, or two specs name one.
-    """
-    backends = [open_backend(spec) for spec in specs]
-    check_distinct(backends)
-    return backends
-
-
-def check_distinct(backends: Sequence[Backend]) -> None:
-    """Raise `PlacementError` when a device is given twice, or none at all."""
-    if not backends:
-        raise PlacementError("no backends: give at least one device, as in devices=['cpu:0']")
-    seen: set[str] = set()
-    for backend in backends:
-        if backend.name in seen:
-            raise PlacementError(f"device {backend.name!r} is given twice: each device can be one backend only")
-        seen.add(backend.name)
-
-
-def devices() -> tuple[Device, ...]:
-    """Every device that a registered backend can open."""
-    return tuple(device for registration in _registry.values() for device in registration.devices())
-
+def _spec(array: np.ndarray[Any, Any]) -> Tensor:
+    """A tensor of an array's type, outside any graph."""
+    return Tensor(-1, "value", array.shape, str(array.dtype), Kind.INPUT, array.nbytes)

@@ -56,8 +56,8 @@ def first_failure(
     once all have ended.
 
     Args:
-        splits: all splits of the evaluation; all were launched.
-        markers: their markers.
+        splits: all splits of the evaluation that were launched, in order; at least one.
+        markers: the markers of all splits.
         error: what is known to have gone wrong, for want of a better one.
         post: has the loop call something.
         then: told the outcome.
@@ -71,7 +71,7 @@ def first_failure(
         if error_of_split is not None:
             found[split] = error_of_split
         if not left:
-            guilty = min(found, default=len(splits) - 1)
+            guilty = min(found, default=splits[-1].index)
             then(guilty, found.get(guilty, error))
 
     def ask(split: BoundSplit) -> None:

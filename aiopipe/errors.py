@@ -1,7 +1,7 @@
 """The exception tree: every error that aiopipe raises on purpose.
 
 Three questions a caller asks are answered by the class alone: *did I call it wrongly?*
-(`TensorError`, `TraceError`, `PlacementError`, `WrongLoopError`), *is there no room?*
+(`TensorError`, `TraceError`, `PlacementError`, `ReplanError`, `WrongLoopError`), *is there no room?*
 (`AllocationError`), *did the evaluation not end well?* (`EvaluationError`,
 `EvaluationAborted`, `BackendLostError`, `BackendClosedError`).
 
@@ -18,6 +18,7 @@ __all__ = [
     "EvaluationAborted",
     "EvaluationError",
     "PlacementError",
+    "ReplanError",
     "TensorError",
     "TraceError",
     "WrongLoopError",
@@ -40,6 +41,10 @@ class PlacementError(AiopipeError, ValueError):
     """No backend can hold a tensor or run an op, or a placement names none."""
 
 
+class ReplanError(AiopipeError, RuntimeError):
+    """A graph would have to be planned where ``Scheduler(forbid_replan=True)`` promises that none is."""
+
+
 class AllocationError(AiopipeError, MemoryError):
     """A backend has no room (ggml's ALLOC_FAILED).
 
@@ -47,13 +52,17 @@ class AllocationError(AiopipeError, MemoryError):
         backend: name of the backend that refused.
         asked_nbytes: bytes that were needed there.
         available_nbytes: bytes that it may use.
+        fits_n_copies: the largest `n_copies` that would fit; 0 where none would, or none was asked for.
     """
 
-    def __init__(self, message: str, *, backend: str, asked_nbytes: int, available_nbytes: int) -> None:
+    def __init__(
+        self, message: str, *, backend: str, asked_nbytes: int, available_nbytes: int, fits_n_copies: int = 0
+    ) -> None:
         super().__init__(message)
         self.backend = backend
         self.asked_nbytes = asked_nbytes
         self.available_nbytes = available_nbytes
+        self.fits_n_copies = fits_n_copies
 
 
 class EvaluationError(AiopipeError, RuntimeError):

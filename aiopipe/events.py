@@ -17,12 +17,17 @@ class Event:
 
     ``await event`` makes the *host* wait and raises the producer's error, if any. Set and awaited
     on one event loop. There is no way to clear it: make a new one.
+
+    Attributes:
+        name: for error messages.
+        recorded: a backend's queue will set it (`Backend.event_record`).
     """
 
-    __slots__ = ("_callbacks", "_error", "_happened", "name")
+    __slots__ = ("_callbacks", "_error", "_happened", "name", "recorded")
 
     def __init__(self, name: str = "event") -> None:
         self.name = name
+        self.recorded = False
         self._happened = False
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Event], None]] = []

@@ -52,7 +52,7 @@ class Op(Protocol):
     def signature(self) -> Hashable: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Tensor:
     """A value of a graph.
 
@@ -227,6 +227,9 @@ class PerGraph(Generic[T]):
         """The values of all graphs that are alive."""
         return [graph.attached[self._key] for graph in self._graphs]
 
+    def __contains__(self, graph: Graph) -> bool:
+        return self._key in graph.attached
+
     def clear(self) -> None:
         """Forget all."""
         for graph in list(self._graphs):
@@ -253,7 +256,14 @@ class GraphBuilder:
         self._weights: list[int] = []
 
     def input(self, name: str, shape: Sequence[int], dtype: str, nbytes: int) -> int:
-        """Add an input; return its tensor id."""
+        """Add an input; return its tensor id.
+
+        Args:
+            name: for messages.
+            shape: its dimensions.
+            dtype: name of its element type.
+            nbytes: size of a value, in bytes.
+        """
         tid = self._add(name, shape, dtype, nbytes, Kind.INPUT)
         self._inputs.append(tid)
         return tid
@@ -268,7 +278,16 @@ class GraphBuilder:
         source: Any = None,
         buffers: tuple[Any, ...] = (),
     ) -> int:
-        """Add a weight; return its tensor id."""
+        """Add a weight; return its tensor id.
+
+        Args:
+            name: for messages, and for placing it by name.
+            shape: its dimensions.
+            dtype: name of its element type.
+            nbytes: size of its value, in bytes.
+            source: its value: an array.
+            buffers: the buffers that hold its value, instead of `source`.
+        """
         tid = self._add(name, shape, dtype, nbytes, Kind.WEIGHT, source=source, buffers=buffers)
         self._weights.append(tid)
         return tid
@@ -285,7 +304,18 @@ class GraphBuilder:
         nbytes: float | None = None,
         has_effect: bool = False,
     ) -> list[int]:
-        """Add a node that makes one tensor for each ``(shape, dtype, nbytes)``; return their ids."""
+        """Add a node that makes one tensor for each ``(shape, dtype, nbytes)``; return their ids.
+
+        Args:
+            op: name of the operation; a view's or a cheap one's has consequences (`Node.is_view`, `Node.is_cheap`).
+            inputs: ids of the tensors that it reads.
+            outputs: what it makes: dimensions, name of the element type, bytes.
+            fn: what it computes: called with the values of `inputs`, it returns one for each of `outputs`.
+            source: the user's source line.
+            flops: estimated floating point operations.
+            nbytes: estimated bytes read and written; default: those of `inputs` and `outputs`.
+            has_effect: it does something besides its outputs; never dropped, moved or repeated.
+        """
         index = len(self._nodes)
         view_src = inputs[0] if op in VIEW_OPS and len(inputs) == 1 and not has_effect else None
         specs = list(outputs)
@@ -309,7 +339,15 @@ class GraphBuilder:
         unflatten_outputs: Callable[[Sequence[Any]], Any] | None = None,
         config: Any = None,
     ) -> Graph:
-        """Freeze the graph. A node tensor that is an output takes the (first) output's name."""
+        """Freeze the graph.
+
+        Args:
+            outputs: ids of the tensors that an evaluation returns.
+            output_names: their names; a node's tensor that is an output takes the name of the first that it is.
+            flatten_inputs: turns a call's arguments into values for the inputs; default: they are those values.
+            unflatten_outputs: turns values of `outputs` into the result; default: the one value, or a tuple.
+            config: JAX settings to compile under.
+        """
         tensors = self._tensors
         if output_names is not None:
             named: set[int] = set()

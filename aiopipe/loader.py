@@ -5,10 +5,11 @@ What comes out, `Loaded`, is all that evaluations of one graph share.
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
@@ -19,11 +20,13 @@ from .backend import Backend, Executable, Lane
 from .devices.base import Program
 from .errors import AiopipeError, TensorError
 from .graph import Graph, Tensor
-from .sched.alloc import BackendSize, backend_sizes, check_memory
+from .live_weights import LiveWeights, held_by, source_value, weight_key
+from .sched.alloc import BackendSize, backend_sizes
 from .sched.launch import BoundSplit
 from .sched.plan import Plan, Segment, feeds_for_lanes, segments_of
+from .staging import Slots, Staging
 
-__all__ = ["Loaded", "Loader", "beside", "held_by", "source_value", "weights_held"]
+__all__ = ["Loaded", "Loader", "Prepared", "beside", "held_by", "source_value", "weights_held"]
 
 INLINE_LAUNCH_S = 3e-4
 """An evaluation whose launches cost the caller no more than this is launched on the event loop itself.
@@ -32,27 +35,6 @@ Measured: handing it to a thread and back costs 50 to 90 µs, as much as two to 
 
 INLINE_IN_FLIGHT = 28
 """XLA's CPU client blocks the dispatcher of the 33rd computation in flight on a device."""
-
-INLINE_CAPTURE_NBYTES = 1 << 19
-"""Inputs up to this size are copied on the event loop: it takes less than handing them over."""
-
-
-_NUMBERS = (bool, int, float, complex, np.generic)
-
-
-def held_by(tensor: Tensor, backends: Sequence[Backend]) -> tuple[int, ...]:
-    """Indices of the backends that hold a weight already: those of its buffers, or of a committed array."""
-    if tensor.buffers:
-        return tuple(i for i, backend in enumerate(backends) if any(b.backend is backend for b in tensor.buffers))
-    return tuple(i for i, backend in enumerate(backends) if backend.holds(tensor.source))
-
-
-def source_value(tensor: Tensor, backend: Backend) -> Any:
-    """The weight's value to give to `backend`: the one that it has itself, or else any."""
-    for buffer in tensor.buffers:
-        if buffer.backend is backend:
-            return buffer.value
-    return tensor.buffers[0].value if tensor.buffers else tensor.source
 
 
 class Loaded:
@@ -68,7 +50,7 @@ class Loaded:
         segment_splits: for each segment its splits, bound to executables and weights.
         sinks: (backend, its splits) whose end is the end of the evaluation.
         constants: values of outputs that are weights.
-        capture_inline: the inputs are small enough to be copied on the event loop.
+        captures_inline: `Staging.captures_inline`.
     """
 
     def __init__(
@@ -79,6 +61,8 @@ class Loaded:
         weights: Sequence[dict[int, Any]],
         lane_for: Callable[[Backend, bool, bool], Lane],
         n_copies: int,
+        slots: Slots,
+        live: LiveWeights,
     ) -> None:
         self.plan = plan
         self.backends = tuple(backends)
@@ -102,74 +86,43 @@ class Loaded:
         self.constants = {
             tid: next(w[tid] for w in weights if tid in w) for kind, tid in plan.results if kind == "weight"
         }
-        self._host_backends = _first_readers(plan, backends)
-        self._staging: list[list[Any] | None] = [None] * n_copies
-        self.returned = tuple(dict.fromkeys(slot for kind, slot in plan.results if kind == "input"))
-        tensors = [plan.graph.inputs[i] for i in plan.used_inputs]
-        self._input_nbytes = [t.nbytes for t in tensors]
-
-    def captures_inline(self, values: Sequence[Any]) -> bool:
-        """Whether `capture` takes so little time that the loop can do it: small, and nothing to wait for."""
-        copied = 0
-        for position, backend, nbytes in zip(
-            self.plan.used_inputs, self._host_backends, self._input_nbytes, strict=True
-        ):
-            value = values[position]
-            if backend.accepts(value):
-                continue  # taken as it is, whatever its size
-            if type(value) is not np.ndarray and not isinstance(value, _NUMBERS):
-                return False  # some other library's or another client's array: reading it may wait
-            copied += nbytes
-        return copied <= INLINE_CAPTURE_NBYTES
+        tensors = plan.graph.tensors
+        live.bind(
+            [
+                (tensors[tid], split.backend, split.template, position)
+                for split, feed in zip(bound, plan.launch_lists, strict=True)
+                for position, tid in feed.weights
+            ]
+            + [
+                (tensors[tid], next(b for b, w in zip(backends, weights, strict=True) if tid in w), self.constants, tid)
+                for tid in self.constants
+            ]
+        )
+        self._live = live
+        self._staging = Staging(plan, backends, slots)
+        self.captures_inline = self._staging.captures_inline
+        self.returned = self._staging.returned
+        self._kept: dict[int, Any] | None = None
 
     def capture(self, copy_id: int, values: Sequence[Any], slots: list[Any]) -> None:
-        """Copy the inputs into the slot's own buffers, so that the caller may change its arrays.
+        """`Staging.capture` of an evaluation's inputs."""
+        self._staging.capture(copy_id, values, slots)
 
-        Immutable arrays are taken as they are. Runs on the loop or, for large inputs, in a thread.
-        """
-        staging = self._staging[copy_id]
-        if staging is None:
-            inputs = self.plan.graph.inputs
-            staging = self._staging[copy_id] = [
-                backend.host_buffer(inputs[position])
-                for position, backend in zip(self.plan.used_inputs, self._host_backends, strict=True)
-            ]
-        for slot, position in enumerate(self.plan.used_inputs):
-            value = values[position]
-            backend = self._host_backends[slot]
-            if backend.accepts(value):
-                slots[slot] = value
-                continue
-            tensor, buffer = self.plan.graph.inputs[position], staging[slot]
-            try:
-                if slot in self.returned:  # the caller will hold it: it cannot be the slot's
-                    slots[slot] = backend.upload(value, tensor)
-                else:
-                    np.copyto(buffer, value, casting="same_kind")
-                    slots[slot] = buffer
-            except Exception as error:  # whatever the library that made the value raises
-                # Without the frames, which would keep the caller's arrays alive.
-                cause = error.with_traceback(None)
-                raise TensorError(f"input {tensor.describe()} cannot be read: {error}") from cause
+    def keeping(self, kept: dict[int, Any]) -> Loaded:
+        """The same for one evaluation whose outputs are also put into `kept`, by tensor id."""
+        other = copy.copy(self)
+        other._kept = kept
+        return other
 
     def result(self, slots: Sequence[Any]) -> Any:
         """What the graph returns, from an evaluation's environment."""
         results = self.plan.results
-        if len(results) == 1 and results[0][0] == "env":
+        if len(results) == 1 and results[0][0] == "env" and self._kept is None:
             return self.plan.graph.unflatten_outputs([slots[results[0][1]]])
-        return self.plan.graph.unflatten_outputs(
-            [self.constants[i] if kind == "weight" else slots[i] for kind, i in results]
-        )
-
-
-def _first_readers(plan: Plan, backends: Sequence[Backend]) -> list[Backend]:
-    """For each used input the backend that reads it first, or the host where none does."""
-    readers: dict[int, Backend] = {}
-    for split in plan.splits:
-        for t in split.inputs:
-            readers.setdefault(t, backends[split.backend])
-    inputs = plan.graph.inputs
-    return [readers.get(inputs[position].id, backends[-1]) for position in plan.used_inputs]
+        values = [self.constants[i] if kind == "weight" else slots[i] for kind, i in results]
+        if self._kept is not None:
+            self._kept.update(zip((t.id for t in self.plan.graph.outputs), values, strict=True))
+        return self.plan.graph.unflatten_outputs(values)
 
 
 def _launches_inline(
@@ -213,6 +166,14 @@ def _lanes(
     return lanes, lane_of
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A plan that is compiled, so that its sizes are known, but holds no memory on its backends."""
+
+    plan: Plan
+    executables: Sequence[Executable]
+
+
 class _Upload:
     """A weight that the loader put on a backend; lives as long as a plan that uses it."""
 
@@ -233,43 +194,64 @@ class Loader:
     def __init__(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         self._executables: weakref.WeakValueDictionary[tuple[Hashable, str], Executable] = weakref.WeakValueDictionary()
         self._uploads: weakref.WeakValueDictionary[tuple[int, str], _Upload] = weakref.WeakValueDictionary()
+        self.slots = Slots()
         self._on_progress = on_progress
         self._limiter = anyio.CapacityLimiter(max(2, os.cpu_count() or 1))
         self.n_compiled = 0
         self.copied_weights_nbytes = 0
 
-    async def load(
-        self,
-        plan: Plan,
-        backends: Sequence[Backend],
-        *,
-        limits: Sequence[int | None],
-        n_copies: int,
-        lane_for: Callable[[Backend, bool, bool], Lane],
-        others: Sequence[Loaded] = (),
-    ) -> Loaded:
-        """Make a plan ready to run, beside others that are loaded.
+    async def prepare(self, plan: Plan, backends: Sequence[Backend]) -> Prepared:
+        """Compile a plan, so that its sizes are known; allocates nothing on the backends.
 
-        Raises:
-            AllocationError: it does not fit; nothing has been allocated.
+        Args:
+            plan: from `make_plan`.
+            backends: in the plan's order.
         """
-        names = [backend.name for backend in backends]
-        check_memory(beside(plan.sizes, plan, backends, others), names, limits, n_copies)
         executables = await self._compile(plan, backends)
         sizes = backend_sizes(
-            plan.graph, plan.splits, len(backends), weights=plan.weights, memory=[e.memory for e in executables]
+            plan.graph,
+            plan.splits,
+            [backend.device.props for backend in backends],
+            weights=plan.weights,
+            donate=[program.donate for program in plan.programs],
+            memory=[e.memory for e in executables],
         )
-        check_memory(beside(sizes, plan, backends, others), names, limits, n_copies)
+        return Prepared(replace(plan, sizes=sizes), executables)
+
+    async def load(
+        self,
+        prepared: Prepared,
+        backends: Sequence[Backend],
+        *,
+        n_copies: int,
+        lane_for: Callable[[Backend, bool, bool], Lane],
+    ) -> Loaded:
+        """Put the weights of a prepared plan in place: it can run.
+
+        Raises:
+            AllocationError: a backend found no room; what had been put in place is let go.
+        """
+        plan = prepared.plan
         uploads: list[_Upload] = []
+        tensors = plan.graph.tensors
+        live = LiveWeights([[tensors[tid] for tid in sorted(ids)] for ids in plan.weights], backends)
         weights = [
             await self._place(plan, backend, ids, uploads) for backend, ids in zip(backends, plan.weights, strict=True)
         ]
-        for kind, tid in plan.results:
-            if kind == "weight" and not any(tid in held for held in weights):
-                weights[-1].update(await self._place(plan, backends[-1], frozenset({tid}), uploads))
-        loaded = Loaded(replace(plan, sizes=sizes), backends, executables, weights, lane_for, n_copies)
+        loaded = Loaded(plan, backends, prepared.executables, weights, lane_for, n_copies, self.slots, live)
         loaded.uploads = uploads
         return loaded
+
+    async def compile(self, program: Program, backend: Backend) -> Executable:
+        """The executable of one program: compiled in a thread, unless there is one already."""
+        key = (program.key, backend.name)
+        executable = self._executables.get(key)
+        if executable is None:
+            async with self._limiter:
+                executable = await in_thread(lambda: backend.load(program), "compile")
+            self._executables[key] = executable
+            self.n_compiled += 1
+        return executable
 
     async def _compile(self, plan: Plan, backends: Sequence[Backend]) -> list[Executable]:
         wanted = [(p.key, backends[s.backend].name) for p, s in zip(plan.programs, plan.splits, strict=True)]
@@ -284,11 +266,7 @@ class Loader:
         total = len(missing)
 
         async def compile_one(key: tuple[Hashable, str]) -> None:
-            program, backend = missing[key]
-            async with self._limiter:
-                executable = await in_thread(lambda: backend.load(program), "compile")
-            found[key] = self._executables[key] = executable
-            self.n_compiled += 1
+            found[key] = await self.compile(*missing[key])
             if self._on_progress is not None:
                 self._on_progress(len(found) - (len(set(wanted)) - total), total)
 
@@ -347,11 +325,11 @@ def beside(
     """Sizes of a plan together with those that are loaded: each weight once, the largest of the rest."""
     result = []
     for b, (size, backend) in enumerate(zip(sizes, backends, strict=True)):
-        weights: dict[int, int] = {}
+        weights: dict[Hashable, int] = {}
         for p in (plan, *(other.plan for other in loaded)):
             for tid in p.weights[b]:
                 tensor = p.graph.tensors[tid]
-                weights[id(source_value(tensor, backend))] = tensor.nbytes
+                weights[weight_key(tensor, backend)] = tensor.nbytes
         others = [other.plan.sizes[b] for other in loaded]
         copy = max([size.copy_nbytes, *(s.copy_nbytes for s in others)])
         temp = max([size.temp_nbytes, *(s.temp_nbytes for s in others)])

@@ -10,15 +10,16 @@ from typing import Any, Literal
 import jax
 
 from . import _jax, _jax_types
-from ._threads import in_thread
+from ._threads import closing_s, in_thread
 from .backend import Backend
 from .errors import AiopipeError, BackendClosedError, PlacementError, TraceError
 from .evaluation import Evaluation
 from .graph import Graph
 from .placement import place, upload_weight
+from .plans import shared
 from .sched.partition import Partition, partition
 from .sched.plan import Plan
-from .sched.scheduler import Scheduler, closing_s, shared
+from .sched.scheduler import Scheduler
 from .statistics import Statistics
 from .streaming import stream_in_order
 from .trace import trace

@@ -12,7 +12,8 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from . import _jax, _jax_types
 from ._threads import in_thread
-from .backend import Backend, Buffer
+from .backend import Backend
+from .buffer import Buffer, held_value
 from .devices.base import BufferUsage
 from .errors import AllocationError, PlacementError
 from .graph import Kind, Tensor
@@ -75,7 +76,7 @@ def upload_weight(path: str, leaf: Any, backends: Sequence[Backend]) -> Tensor:
     spec = _jax_types.spec_of(leaf, path)
     dtype = _jax_types.dtype_name(spec.dtype)
     tensor = Tensor(-1, path, tuple(spec.shape), dtype, Kind.WEIGHT, _jax_types.nbytes_of(spec.shape, dtype))
-    value = leaf.buffers[0].value if isinstance(leaf, Tensor) and leaf.buffers else leaf
+    value = held_value(leaf) if isinstance(leaf, Tensor) else leaf
     buffers = []
     for backend in backends:
         backend.check_open()

@@ -10,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from .backend import Backend, InlineLane, Lane, ThreadLane
+from .backend import InlineLane
 from .completion import failure, first_failure, launched, when_ready
-from .errors import BackendClosedError, WrongLoopError
+from .errors import BackendClosedError, EvaluationAborted, WrongLoopError
 from .evaluation import Evaluation
 from .events import Event
+from .lane_pool import LanePool
 from .loader import Loaded
 from .mailbox import Mailbox
-from .sched.launch import Environment, LaunchError, launch_splits
+from .observe import EvalCallback, Observation, Pieces
+from .run import Run
+from .sched.launch import LaunchError, launch_splits
 from .sched.state import (
     Admit,
     Cancel,
@@ -47,53 +49,28 @@ YIELD_S = 5e-4
 """Let other tasks of the loop run after this long of evaluations that never had to wait."""
 
 
-class _Run:
-    """What the runner knows of one evaluation."""
-
-    __slots__ = (
-        "admitted",
-        "captured",
-        "dropped",
-        "ends",
-        "env",
-        "evaluation",
-        "events",
-        "loaded",
-        "released",
-        "values",
-    )
-
-    def __init__(self, evaluation: Evaluation, loaded: Loaded, values: Sequence[Any]) -> None:
-        self.evaluation = evaluation
-        self.loaded = loaded
-        self.values = values
-        self.env = Environment(loaded.plan.n_slots, len(loaded.splits))
-        self.captured = False
-        self.dropped = False
-        self.ends: dict[int, float] = {}
-        self.admitted: asyncio.Future[None] | None = None
-        self.released: Event | None = None
-        self.events: list[Event] | None = None
-
-
 class Runner:
     """Runs evaluations of loaded plans, at most `n_copies` at the same time.
 
     Args:
         n_copies: how many slots there are.
+        pieces: compiles what is observed.
         busy: told when each split began and ended, if somebody wants to know.
+
+    Attributes:
+        eval_callback: observes the evaluations that are submitted from now on.
     """
 
-    def __init__(self, n_copies: int, busy: BusyClock | None = None) -> None:
+    def __init__(self, n_copies: int, pieces: Pieces, busy: BusyClock | None = None) -> None:
         self.state = RunState(n_copies)
+        self.lanes = LanePool()
+        self.eval_callback: EvalCallback | None = None
         self.n_submitted = 0
         self.closed = False
+        self._pieces = pieces
         self._busy = busy
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._runs: dict[int, _Run] = {}
-        self._lanes: dict[tuple[Any, ...], Lane] = {}
-        self._inline = InlineLane()
-        self._capture_lane = ThreadLane("capture")
+        self._runs: dict[int, Run] = {}
         self._mailbox = Mailbox()
         self._post = self._mailbox.post
         self._stimuli: deque[Stimulus] = deque()
@@ -127,8 +104,8 @@ class Runner:
         of = loaded.plan.graph.name, loop, self.cancel, self.split_events, len(loaded.splits)
         evaluation = Evaluation(self.n_submitted, *of)
         self.n_submitted += 1
-        run = self._runs[evaluation.id] = _Run(evaluation, loaded, values)
-        self._feed(Submit(evaluation.id, loaded.depends))
+        run = self._runs[evaluation.id] = Run(evaluation, loaded, values)
+        self._feed(Submit(evaluation.id, loaded.depends if self.eval_callback is None else self._to_observe(run)))
         if not run.captured:
             run.admitted = loop.create_future()
             try:
@@ -168,14 +145,7 @@ class Runner:
     def split_events(self, evaluation: int) -> Sequence[Event] | None:
         """One event for each split of an evaluation; None when it is gone, so that all have happened."""
         run = self._runs.get(evaluation)
-        if run is None:
-            return None
-        if run.events is None:
-            run.events = [run.evaluation._split_event(i) for i in range(len(run.loaded.splits))]
-            for split, marker in enumerate(run.env.markers):
-                if marker is not None:
-                    self._watch_split(run, split)
-        return tuple(run.events)
+        return None if run is None else run.split_events(self._post)
 
     async def synchronize(self) -> None:
         """Wait until everything that was submitted so far has finished on its devices."""
@@ -187,26 +157,11 @@ class Runner:
         for end in ends:  # all made before the first wait: a run that ends meanwhile tells its event
             await end.wait()
 
-    def close_lanes(self, timeout_s: float | None = None) -> None:
-        """End every thread. Blocks for as long as a job that is under way, or `timeout_s`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for lane in (self._capture_lane, *self._lanes.values()):
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not lane.close(left):
-                warnings.warn(
-                    f"the thread of lane {lane.name!r} is held up by its device; left alone after {timeout_s} s",
-                    ResourceWarning,
-                    stacklevel=2,
-                )
-
-    def lane_for(self, backend: Backend, *, own: bool, inline: bool) -> Lane:
-        """The lane for a backend: inline, its own, or the one of its client; each made once."""
-        if inline:
-            return self._inline
-        key = (backend.name,) if own else ("shared", backend.device.props.client)
-        if key not in self._lanes:
-            self._lanes[key] = backend.make_lane(own=own)
-        return self._lanes[key]
+    async def end_observing(self, timeout_s: float | None = None) -> None:
+        """Wait for the tasks of observed evaluations that were cancelled: a callback may take its time to notice."""
+        tasks = [run.observation.task for run in self._runs.values() if run.observation and run.observation.task]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
 
     # -- the door to the state ----------------------------------------------------------------
 
@@ -243,11 +198,11 @@ class Runner:
             error = self._capture(run)
             self._post(lambda: self._feed(self._captured(run, error)))
 
-        self._capture_lane.post(job)
+        self.lanes.capture.post(job)
         return None
 
     @staticmethod
-    def _capture(run: _Run) -> Exception | None:
+    def _capture(run: Run) -> Exception | None:
         try:
             run.loaded.capture(run.evaluation.copy_id, run.values, run.env.slots)
         except Exception as error:
@@ -255,7 +210,7 @@ class Runner:
         return None
 
     @staticmethod
-    def _captured(run: _Run, error: Exception | None) -> Stimulus:
+    def _captured(run: Run, error: Exception | None) -> Stimulus:
         run.captured = True
         run.values = ()
         if run.admitted is not None and not run.admitted.done():
@@ -267,6 +222,9 @@ class Runner:
     def _launch(self, instruction: Launch) -> Stimulus | None:
         run = self._runs[instruction.evaluation]
         segment = instruction.segment
+        if run.observation is not None:
+            run.observation.start(lambda error: self._observed(run, error))
+            return None
         lane = run.loaded.lanes[segment]
         if type(lane) is InlineLane:
             error = self._launch_segment(run, segment)
@@ -279,7 +237,7 @@ class Runner:
         lane.post(job)
         return None
 
-    def _launch_segment(self, run: _Run, segment: int) -> LaunchError | None:
+    def _launch_segment(self, run: Run, segment: int) -> LaunchError | None:
         splits = run.loaded.segment_splits[segment]
         if run.dropped:  # cancelled or failed while this waited for its lane
             return None
@@ -296,11 +254,11 @@ class Runner:
             return error
         return None
 
-    def _launched(self, run: _Run, segment: int, error: LaunchError | None) -> Stimulus:
+    def _launched(self, run: Run, segment: int, error: LaunchError | None) -> Stimulus:
         if run.events is not None:
             for split in run.loaded.segment_splits[segment]:
                 if run.env.markers[split.index] is not None:
-                    self._watch_split(run, split.index)
+                    run.watch_split(split.index, self._post)
         if error is not None:
             assert isinstance(error.__cause__, Exception)
             cause = failure(run.loaded.plan, run.evaluation.id, error.split, error.__cause__)
@@ -320,7 +278,7 @@ class Runner:
         when_ready(groups, self._post, lambda error: self._completed(run, error))
         return None
 
-    def _drain(self, run: _Run) -> Stimulus | None:
+    def _drain(self, run: Run) -> Stimulus | None:
         """Wait for whatever was launched of an evaluation that will launch no more."""
         groups = launched(run.loaded.splits, run.env.markers)
         if not groups:
@@ -328,7 +286,7 @@ class Runner:
         when_ready(groups, self._post, lambda _: self._feed(Completed(run.evaluation.id)))
         return None
 
-    def _completed(self, run: _Run, error: BaseException | None) -> None:
+    def _completed(self, run: Run, error: BaseException | None) -> None:
         if error is None or not run.loaded.splits:
             self._feed(Completed(run.evaluation.id, error))
             return
@@ -351,18 +309,13 @@ class Runner:
                 run.evaluation._settle(result=result)
             return
         run.dropped = True
-        if instruction.outcome is Outcome.FAILED:
-            run.evaluation._settle(error=instruction.error)
-        else:
-            run.evaluation._settle(cancelled=True)
+        if run.observation is not None:
+            run.observation.cancel()
+        cancelled = instruction.outcome is Outcome.CANCELLED
+        run.evaluation._settle(error=instruction.error, cancelled=cancelled)
 
     def _release(self, instruction: Release) -> None:
-        run = self._runs.pop(instruction.evaluation)
-        if run.events is not None:
-            for event in run.events:
-                event.set(run.evaluation._error or (asyncio.CancelledError() if run.evaluation.cancelled() else None))
-        if run.released is not None:
-            run.released.set()
+        self._runs.pop(instruction.evaluation).release()
 
     _carry_out: ClassVar[dict[type, Callable[[Runner, Any], Stimulus | None]]] = {
         Admit: _admit,
@@ -374,12 +327,18 @@ class Runner:
 
     # -- parts --------------------------------------------------------------------------------
 
-    def _watch_split(self, run: _Run, split: int) -> None:
-        assert run.events is not None
-        event = run.events[split]
-        backend = run.loaded.splits[split].backend
-        marker = (run.env.markers[split],)
-        if backend.all_ready(marker):  # `notify` answers in order: after the evaluations behind this one
-            event.set(backend.error_of(marker))
+    def _to_observe(self, run: Run) -> Sequence[tuple[int, ...]]:
+        """Have a run observed: all of it is one segment, so that the callback is called in order."""
+        assert self.eval_callback is not None
+        run.observation = Observation(run, self.eval_callback, self._pieces, self.lanes, self._post, self._busy)
+        return ((),)
+
+    def _observed(self, run: Run, error: BaseException | None) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            self._feed(Cancel(run.evaluation.id))  # by the callback itself, or the end of the loop
+            error = None
+        if error is None:
+            self._feed(Launched(run.evaluation.id, 0))
         else:
-            backend.notify(marker, lambda error: self._post(event.set, error))
+            outcome = Outcome.ABORTED if isinstance(error, EvaluationAborted) else Outcome.FAILED
+            self._feed(Failed(run.evaluation.id, 0, error, outcome))

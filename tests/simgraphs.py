@@ -144,7 +144,7 @@ def settled(sched: ap.Scheduler) -> None:
     """Nobody holds a slot, nobody waits, and every evaluation ended exactly once."""
     s = sched.statistics()
     assert (s.in_flight, s.waiting) == (0, 0)
-    assert s.succeeded + s.failed + s.cancelled == s.submitted
+    assert s.succeeded + s.failed + s.cancelled + s.aborted == s.submitted
     sched._runner.state.validate()
     assert not sched._runner._runs
 

@@ -76,7 +76,7 @@ class TestRegistry:
         assert [f"cpu:{i}" for i in range(6)] == [n for n in names if n.startswith("cpu")]
 
     async def test_a_third_partys_backend(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("aiopipe.backend._registry", {})
+        monkeypatch.setattr("aiopipe.registry._registry", {})
         seen: list[Any] = []
 
         def factory(params: str, *, dispatch: str) -> ap.Backend:

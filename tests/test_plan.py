@@ -200,8 +200,9 @@ class TestSizes:
     def test_weights_once_and_each_copy_for_every_slot(self) -> None:
         graph = chain(2, width=8, weight=100)
         plan = make_plan(graph, gpus(2), weights=on(graph, 0, 1))
-        # An input or copy of 8 bytes comes in, a result of 8 bytes goes out.
-        assert [(s.weights_nbytes, s.copy_nbytes) for s in plan.sizes] == [(100, 16), (100, 16), (0, 0)]
+        # The host stages an input of 8 bytes. Where it comes in, a result of 8 bytes goes out; where that
+        # is copied to, the result takes over the copy's memory.
+        assert [(s.weights_nbytes, s.copy_nbytes) for s in plan.sizes] == [(100, 16), (100, 8), (0, 8)]
         assert plan.sizes[0].total(4) == 100 + 4 * 16
         assert plan.copied_nbytes == 8
 
@@ -209,7 +210,14 @@ class TestSizes:
         graph = chain(4)
         plan = make_plan(graph, gpus(2), weights=on(graph, 0, 1, 0, 1))
         stats = [MemoryStats(temp_nbytes=n) for n in (5, 7, 9, 1)]
-        sizes = backend_sizes(graph, plan.splits, 3, weights=plan.weights, memory=stats)
+        sizes = backend_sizes(
+            graph,
+            plan.splits,
+            [device.props for device in plan.devices],
+            weights=plan.weights,
+            donate=[program.donate for program in plan.programs],
+            memory=stats,
+        )
         assert [s.temp_nbytes for s in sizes] == [9, 7, 0]
 
     def test_what_fits_passes(self) -> None:

@@ -312,20 +312,20 @@ async def test_an_allocation_that_fails_leaves_the_scheduler_usable(
 
 
 async def test_a_memory_limit_is_checked_before_anything_is_allocated() -> None:  # S17
-    """A copy is 64 bytes on each device; how much scratch there is, is known only after compiling."""
-    cluster = Cluster(2, memory_nbytes=[None, 3 * 64], temp_nbytes=32, compute=True)
+    """A copy is 32 bytes, as the result takes its memory over; the scratch is known after compiling."""
+    cluster = Cluster(2, memory_nbytes=[None, 3 * 32], temp_nbytes=32, compute=True)
     graph = chain(2)
-    for n_copies, asked, fits in ((4, 4 * 64, 3), (3, 3 * 64 + 32, 2)):
+    for n_copies, asked, fits in ((4, 4 * 32 + 32, 2), (3, 3 * 32 + 32, 2)):
         async with ap.Scheduler(cluster.backends, n_copies=n_copies) as sched:
             sched.set_cut(graph, range(2))
             with pytest.raises(ap.AllocationError, match=rf"'sim:1' needs .* n_copies={fits} would fit") as caught:
                 await sched.plan(graph)
-            assert (caught.value.asked_nbytes, caught.value.available_nbytes) == (asked, 3 * 64)
+            assert (caught.value.asked_nbytes, caught.value.available_nbytes) == (asked, 3 * 32)
             assert sched.buffer_size("sim:1") == 0
     async with ap.Scheduler(cluster.backends, n_copies=2) as sched:
         sched.set_cut(graph, range(2))
         assert_equal(await sched.graph_compute(graph, array(3)), unsplit(graph, array(3)))
-        assert sched.buffer_size("sim:1") == 2 * 64 + 32
+        assert sched.buffer_size("sim:1") == 2 * 32 + 32
 
 
 # Size --------------------------------------------------------------------------------------------

@@ -50,6 +50,21 @@ def test_one_evaluation_from_submit_to_release() -> None:
     assert state.counts[Outcome.SUCCESS] == 1
 
 
+def test_fewer_slots_wait_until_those_beyond_are_given_back() -> None:
+    state = RunState(3)
+    run(state, *(Submit(i, ONE) for i in range(4)))
+    run(state, *(stimulus for i in range(3) for stimulus in (Captured(i), Launched(i, 0))))
+    state.shrink(1)
+    assert (state.n_copies, state.cur_copy, state.in_flight) == (1, 0, 3)
+    assert run(state, Completed(0)) == [Resolve(0, Outcome.SUCCESS), Release(0, 0)]
+    assert run(state, Completed(1)) == [Resolve(1, Outcome.SUCCESS), Release(1, 1)]
+    assert run(state, Completed(2))[1:] == [Release(2, 2), Admit(3, 0)]
+    assert run(state, Submit(4, ONE)) == []
+    for n in (0, 2):
+        with pytest.raises(ValueError, match=f"n_copies is {n}, expected 1 to 1"):
+            state.shrink(n)
+
+
 def test_slots_rotate_and_a_full_pipeline_makes_submitters_wait() -> None:
     state = RunState(2)
     assert run(state, Submit(0, ONE), Submit(1, ONE), Submit(2, ONE)) == [Admit(0, 0), Admit(1, 1)]
@@ -59,6 +74,15 @@ def test_slots_rotate_and_a_full_pipeline_makes_submitters_wait() -> None:
     assert run(state, Completed(1)) == [Resolve(1, Outcome.SUCCESS), Release(1, 1)]
     run(state, Captured(0), Launched(0, 0))
     assert run(state, Completed(0)) == [Resolve(0, Outcome.SUCCESS), Release(0, 0), Admit(2, 0)]
+
+
+def test_an_abort_ends_an_evaluation_like_a_failure() -> None:
+    state, stop = RunState(1), RuntimeError("stop")
+    run(state, Submit(0, CHAIN), Captured(0), Launched(0, 0))
+    aborted = Failed(0, 1, stop, Outcome.ABORTED)
+    assert run(state, aborted) == [Resolve(0, Outcome.ABORTED, stop), Watch(0)]
+    assert run(state, Completed(0)) == [Release(0, 0)]
+    assert (state.counts[Outcome.ABORTED], state.counts[Outcome.FAILED]) == (1, 0)
 
 
 def test_segments_launch_after_what_they_depend_on() -> None:

@@ -19,23 +19,29 @@ FOLDER = Path(__file__).resolve().parent.parent / PACKAGE
 # Lowest first. A file imports only from rows above its own. A package's own `__init__` goes by the package's name.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "devices", "sched", "_threads"),
-    ("graph", "events"),
-    ("devices.base", "evaluation", "_jax_source", "_jax_types"),
-    ("_arguments", "_jax"),
-    ("_jaxpr",),
-    ("_jax_cost", "_jax_lift"),
+    ("graph", "events", "comparison", "lanes"),
+    ("devices.base", "evaluation", "queue", "_jax_source", "_jax_types"),
+    ("_arguments", "buffer", "graph_plan", "_jax"),
+    ("_jaxpr", "tensor_range"),
+    ("_jax_cost", "_jax_lift", "sched.assign_check", "_jax_memory", "tensor_moves"),
+    ("tensor_io",),
     ("trace", "backend", "streaming", "devices.clock", "devices.simops", "sched.assign", "sched.partition"),
-    ("sched.order",),
-    ("statistics", "devices.xla", "devices.simvalue", "sched.split"),
+    ("sched.order", "registry"),
+    ("statistics", "lane_pool", "live_weights", "devices.xla", "devices.simvalue", "sched.split"),
     ("devices.simbackend", "sched.alloc", "sched.lower"),
+    ("sched.plan_text",),
+    ("sched.plan_dot",),
     ("devices.sim", "sched.plan", "sched.state"),
-    ("sched.launch",),
+    ("sched.launch", "staging"),
     ("loader",),
     ("completion", "mailbox"),
-    ("runner",),
+    ("run",),
+    ("observe",),
+    ("runner", "by_hand"),
+    ("plans",),
     ("sched.scheduler",),
     ("placement", "timeline"),
-    ("pipeline",),
+    ("pipeline", "compare"),
     ("",),
     ("cli",),
 )
@@ -45,9 +51,11 @@ ROW = {module: row for row, modules in enumerate(ROWS) for module in modules}
 CONCURRENCY = frozenset(
     "_thread anyio asyncio concurrent multiprocessing queue selectors signal socket subprocess threading".split()
 )
-TRACING = frozenset("_arguments _jax _jax_cost _jax_lift _jax_source _jax_types _jaxpr trace".split())
+TRACING = frozenset("_arguments _jax _jax_cost _jax_lift _jax_memory _jax_source _jax_types _jaxpr trace".split())
 PURE = TRACING | {"errors", "graph", "devices.base"}
-SCHEDULING = ("sched", "completion", "loader", "runner", "statistics", "streaming")
+SCHEDULING = tuple(
+    "sched by_hand completion lane_pool loader observe plans run runner staging statistics streaming".split()
+)
 IMPURE_SCHED = frozenset({"sched.scheduler"})
 
 # Only these know JAX, and only `_jax` what differs between its versions.

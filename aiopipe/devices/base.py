@@ -6,11 +6,17 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..graph import Node, Tensor
 
-__all__ = ["BufferType", "BufferUsage", "Device", "DeviceProps", "DeviceType", "MemoryStats", "Program"]
+__all__ = ["BufferType", "BufferUsage", "Capabilities", "Device", "DeviceProps", "DeviceType", "MemoryStats", "Program"]
+
+
+OFFLOAD_FLOPS_PER_BYTE = 15.0
+"""From how many operations for each byte on an accelerator wants a node whose weight is on the host.
+
+Just below the 16 of 32 rows times a float32 matrix, for the rows themselves are bytes, too."""
 
 
 class DeviceType(enum.Enum):
@@ -61,7 +67,7 @@ class DeviceProps:
         aliases_host: a NumPy array can be handed to it without a copy.
         view_nbytes: values of its client up to this size may be handed to it as views of the
             producer's memory, so they are never donated; larger ones are copied.
-        events: it can record and wait for events.
+        events: its queue can record events; waiting for those of others works everywhere.
         memory_nbytes: bytes that it may use, or None when unknown.
         flops_per_s: rough speed; only the ratio between devices matters.
         bytes_per_s: rough memory bandwidth; only the ratio between devices matters.
@@ -78,6 +84,22 @@ class DeviceProps:
     bytes_per_s: float = 1e10
 
 
+class Capabilities(NamedTuple):
+    """What work by hand can count on (as ggml's ``ggml_backend_dev_caps``).
+
+    Attributes:
+        is_async: it computes while its dispatcher goes on.
+        host_buffer: it has memory that the host can read in place.
+        borrows_host: the host's memory can be a buffer of it, without a copy.
+        events: its queue can record events.
+    """
+
+    is_async: bool
+    host_buffer: bool
+    borrows_host: bool
+    events: bool
+
+
 class Device(ABC):
     """Something that can compute. Immutable; holds no arrays and no threads."""
 
@@ -88,6 +110,12 @@ class Device(ABC):
     def is_host_cpu(self) -> bool:
         """Whether it is a CPU, so fit to be the last backend, which never spreads."""
         return self.props.type is DeviceType.CPU
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What work by hand can count on."""
+        host_buffer = any(kind.is_host for kind in self.buffer_types())
+        return Capabilities(self.props.is_async, host_buffer, self.props.aliases_host, self.props.events)
 
     def buffer_types(self) -> tuple[BufferType, ...]:
         """The kinds of memory that it has, the default one first."""
@@ -100,6 +128,17 @@ class Device(ABC):
     @abstractmethod
     def supports_op(self, node: Node) -> bool:
         """Whether it can run the node."""
+
+    def offload_op(self, node: Node) -> bool:
+        """Whether it is worth running the node here although its weight is on the host.
+
+        Asked only with ``op_offload=True``. By default an accelerator wants what computes much for
+        the bytes that it reads: `OFFLOAD_FLOPS_PER_BYTE`, which a float32 product of 32 rows with a large
+        matrix does. ggml's CUDA backend offloads from the same 32 rows on.
+        """
+        return (
+            self.props.type in (DeviceType.GPU, DeviceType.TPU) and node.flops >= OFFLOAD_FLOPS_PER_BYTE * node.nbytes
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,8 @@ import numpy as np
 from ..backend import Backend, Dispatch, Executable, InlineLane, Lane
 from ..errors import AllocationError, PlacementError, TensorError
 from ..graph import Tensor
-from .base import MemoryStats, Program
+from ..tensor_range import Range, written
+from .base import BufferType, MemoryStats, Program
 from .clock import VirtualClock
 from .simops import FailOp
 from .simvalue import (
@@ -26,6 +27,7 @@ from .simvalue import (
     evaluate,
     frozen,
     numpy_dtype,
+    overlay,
     read,
     spec_of,
 )
@@ -212,6 +214,39 @@ class SimBackend(Backend):
         else:
             self.cluster.clock.call_at(when, partial(callback, error))
 
+    def store(self, value: Any, tensor: Tensor, buffer_type: BufferType) -> SimValue:
+        """Send an array over the host's link to here.
+
+        Raises:
+            AllocationError: asked for by `Cluster.fail_next_allocation`.
+        """
+        self._allocate(tensor.nbytes)
+        return self.transfer((value,))[0]
+
+    def copy_from(self, value: Any, tensor: Tensor, buffer_type: BufferType) -> SimValue | None:
+        """Send a value over the link from its device to here."""
+        return self.transfer((value,))[0] if self.accepts(value) else None
+
+    def write_range(
+        self, value: Any, tensor: Tensor, buffer_type: BufferType, where: Range, data: np.ndarray[Any, Any]
+    ) -> SimValue:
+        """Send the elements over the host's link; they are in the new value when both are there."""
+        if value is None:
+            return self.store(written(None, tensor, where, data), tensor, buffer_type)
+        part = self.transfer((data,))[0]
+        clock, when = self.cluster.clock, max(part.ready_at, value.ready_at)
+        spec = Spec(tensor.shape, tensor.dtype, tensor.nbytes)
+        if not self.cluster.compute:
+            return SimValue(self.unit, spec, when, value.error, None)
+        made = SimValue(self.unit, spec, when, None, PENDING)
+        clock.complete_at(when, partial(overlay, value, part, made, lambda old, new: written(old, tensor, where, new)))
+        return made
+
+    def check_room(self, nbytes: int) -> None:
+        """As every backend, and as `Cluster.fail_next_allocation` asks."""
+        self._allocate(nbytes)
+        super().check_room(nbytes)
+
     def download(self, value: Any) -> Any:
         """The value as a read-only NumPy array (as it is, for a type that NumPy lacks); takes no virtual time.
 
@@ -241,14 +276,22 @@ class SimBackend(Backend):
         return self.cluster.lane
 
     async def synchronize(self) -> None:
-        when = max(self.unit.free_at, self.unit.arrives_at)
-        if when > self.cluster.clock.now or self.cluster.compute:
-            await self.cluster.clock.wait_until(when)
+        try:
+            await self.queue.synchronize()
+        finally:
+            await self._idle()
 
     async def aclose(self) -> None:
         if not self.closed:
-            self.closed = True
-            await self.synchronize()
+            try:
+                await super().aclose()
+            finally:
+                await self._idle()
+
+    async def _idle(self) -> None:
+        when = max(self.unit.free_at, self.unit.arrives_at)
+        if when > self.cluster.clock.now or self.cluster.compute:
+            await self.cluster.clock.wait_until(when)
 
     def _allocate(self, nbytes: int) -> None:
         if self.unit.fail_allocation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -26,6 +26,7 @@ __all__ = [
     "evaluate",
     "frozen",
     "numpy_dtype",
+    "overlay",
     "read",
     "spec_of",
 ]
@@ -213,6 +214,12 @@ def arrive(source: Any, value: SimValue) -> None:
     value.data = source.data
     if source.data is PENDING:
         value.data, value.error = None, _lost(source)
+
+
+def overlay(old: SimValue, new: SimValue, made: SimValue, join: Callable[[Any, Any], Any]) -> None:
+    """Complete a write of a part: join the two, or pass on the first error."""
+    made.error = next((v.error or _lost(v) for v in (old, new) if v.error is not None or v.data is PENDING), None)
+    made.data = None if made.error is not None else frozen(join(old.data, new.data))
 
 
 def evaluate(program: Program, args: Sequence[SimValue], results: Sequence[SimValue]) -> None:

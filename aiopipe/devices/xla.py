@@ -14,12 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import _jax, _jax_types
+from .. import _jax, _jax_memory, _jax_types
 from .._threads import in_thread
 from ..backend import Backend, Dispatch, Executable, Lane, ThreadLane
 from ..devices.base import BufferType, Device, DeviceProps, DeviceType, Program
 from ..errors import BackendClosedError, PlacementError
 from ..graph import Node, Tensor
+from ..tensor_range import Range
 
 __all__ = ["XlaBackend", "XlaDevice", "open_xla", "xla_devices"]
 
@@ -76,6 +77,10 @@ class XlaDevice(Device):
         kinds = sorted({m.kind for m in self.jax_device.addressable_memories()}, key=lambda kind: kind != default)
         host = self.props.aliases_host
         return tuple(BufferType(self.name, kind, is_host=host or "host" in kind) for kind in kinds)
+
+    def supports_buffer_type(self, buffer_type: BufferType) -> bool:
+        """Whether it is the memory that it computes in."""
+        return buffer_type.device == self.name and buffer_type.memory_kind == self.jax_device.default_memory().kind
 
     def supports_op(self, node: Node) -> bool:
         """Whether JAX implements the op on this platform."""
@@ -151,8 +156,10 @@ class XlaBackend(Backend):
         self.check_open()
         if not isinstance(value, jax.Array):
             value = np.array(value, dtype=_jax_types.dtype_of(tensor.dtype), copy=True)
-        elif value.devices() == {self.jax_device}:
+        elif self._is_here(value):
             return value
+        elif value.devices() == {self.jax_device}:  # in another of its memories
+            return _jax_memory.put_in(value, self.jax_device, None).block_until_ready()
         with _jax.wide_context((value,)):
             return jax.device_put(value, self.jax_device).block_until_ready()
 
@@ -195,7 +202,8 @@ class XlaBackend(Backend):
             threading.Thread(target=lambda: callback(_wait(values)), name=f"aiopipe-{self.name}-late").start()
 
     def download(self, value: Any) -> Any:
-        return np.asarray(value)
+        """The value as a NumPy array; a typed PRNG key as its bits."""
+        return _jax.host_view(value)
 
     def host_buffer(self, tensor: Tensor) -> Any:
         """An uninitialised NumPy array, aligned so that XLA reads it in place; None for PRNG keys."""
@@ -213,8 +221,51 @@ class XlaBackend(Backend):
         return isinstance(value, jax.Array) and not value.is_deleted()
 
     def holds(self, value: Any) -> bool:
-        """Whether it is an array committed to this device."""
-        return isinstance(value, jax.Array) and value.committed and value.devices() == {self.jax_device}
+        """Whether it is an array committed to this device, in the memory that it computes in."""
+        return isinstance(value, jax.Array) and value.committed and self._is_here(value)
+
+    def _is_here(self, value: jax.Array) -> bool:
+        return value.devices() == {self.jax_device} and _jax_memory.in_default_memory(value, self.jax_device)
+
+    def store(self, value: Any, tensor: Tensor, buffer_type: BufferType) -> Any:
+        """`jax.device_put` into that memory; where the device reads the host's, without a copy if aligned."""
+        self.check_open()
+        return _jax_memory.put_in(value, self.jax_device, buffer_type.memory_kind)
+
+    def copy_from(self, value: Any, tensor: Tensor, buffer_type: BufferType) -> Any | None:
+        """`jax.device_put` of an array: asynchronous within a client."""
+        self.check_open()
+        if not isinstance(value, jax.Array):
+            return None
+        if buffer_type.memory_kind == self.jax_device.default_memory().kind and _jax_memory.in_default_memory(
+            value, self.jax_device
+        ):
+            return _jax.put([value], self.jax_device)[0]
+        return _jax_memory.put_in(value, self.jax_device, buffer_type.memory_kind)
+
+    def borrow(self, array: np.ndarray[Any, Any], tensor: Tensor) -> Any:
+        """`jax.device_put`, which shows aligned memory of the host in place. CPU only."""
+        if not self._aliases_host:
+            return super().borrow(array, tensor)
+        return _jax_memory.put_in(array, self.jax_device, None)
+
+    def read_range(self, value: Any, tensor: Tensor, where: Range) -> np.ndarray[Any, Any]:
+        """Picked out on the device, where that is not the host, so that no more than that travels."""
+        if self._on_host(value, tensor) or where.is_whole(tensor):
+            return super().read_range(value, tensor, where)
+        return _jax_memory.read_on_device(value, where)
+
+    def write_range(
+        self, value: Any, tensor: Tensor, buffer_type: BufferType, where: Range, data: np.ndarray[Any, Any]
+    ) -> Any:
+        """Put together on the device, where that is not the host."""
+        if value is None or self._on_host(value, tensor):
+            return super().write_range(value, tensor, buffer_type, where, data)
+        return _jax_memory.write_on_device(value, where, data)
+
+    def _on_host(self, value: Any, tensor: Tensor) -> bool:
+        in_place = _jax_memory.in_default_memory(value, self.jax_device) and _jax_memory.ranges_on_device(tensor)
+        return self._aliases_host or not in_place
 
     def make_lane(self, *, own: bool) -> Lane:
         """Its own thread, or one for all devices of the client."""
@@ -222,15 +273,19 @@ class XlaBackend(Backend):
 
     async def synchronize(self) -> None:
         """Wait for what each thread launched last: the device works in order for each."""
-        self.check_open()
-        done = threading.Event()
-        self.notify(tuple(self.newest.values()), lambda _: done.set())
-        await in_thread(done.wait, "synchronize")
+        try:
+            await super().synchronize()
+        finally:
+            if not self.closed:
+                done = threading.Event()
+                self.notify(tuple(self.newest.values()), lambda _: done.set())
+                await in_thread(done.wait, "synchronize")
 
     async def aclose(self) -> None:
-        self.closed = True
-        self.newest.clear()
-        await in_thread(self._completion.close, "close")
+        try:
+            await super().aclose()
+        finally:
+            await in_thread(self._completion.close, "close")
 
 
 def _can_block(program: Program, compiled: _jax.Compiled, kind: DeviceType) -> bool:

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from ..devices.base import Device
 from ..errors import PlacementError
 from ..graph import Graph, Kind, Node
+from .assign_check import check_arguments
 
 __all__ = ["Assignment", "assign"]
 
@@ -29,7 +30,8 @@ class Assignment:
 
     Causes: ``usr`` pinned; ``part`` chosen by `partition`; ``1.vsrc`` a view beside its source;
     ``1.inp`` an input, on the host; ``1.wgt`` a weight that a backend holds already;
-    ``1.wgt<i>`` beside the weight that is operand i; ``2.1`` to ``2.4`` the expansions;
+    ``1.wgt<i>`` beside the weight that is operand i; ``1.off`` a large operation on a weight of the
+    last backend, moved to an accelerator; ``2.1`` to ``2.4`` the expansions;
     ``3`` from the source, the consumer, or the first backend that can; ``3.best`` moved to the
     first backend that has the op; ``3.upg`` moved from the last backend to where its operands are.
 
@@ -64,6 +66,7 @@ def assign(
     weights: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     pins: Mapping[int, int] = MappingProxyType({}),
     cut: Sequence[int] | None = None,
+    op_offload: bool = False,
 ) -> Assignment:
     """Place every node and leaf of a graph.
 
@@ -75,14 +78,16 @@ def assign(
             put beside its first consumer.
         pins: tensor id -> backend that the user wants it on.
         cut: for each node the backend chosen by `partition`, in place of passes 1 and 2.
+        op_offload: an operation whose weight is on the last backend goes to the first other one that
+            has it and says that it is worth it (`Device.offload_op`); the weight is copied there once.
 
     Raises:
         PlacementError: no backend has an op, a pin names one that lacks it, or an index is wrong.
     """
     if not devices:
         raise PlacementError("got no devices; expected at least one, the last of them a host CPU")
-    placing = _Placing(graph, devices)
-    placing.check(weights, pins, cut)
+    check_arguments(graph, devices, weights, pins, cut)
+    placing = _Placing(graph, devices, op_offload)
     placing.take_weights(weights)
     placing.take_pins(pins)
     placing.trace_weights()
@@ -103,11 +108,12 @@ def assign(
 class _Placing:
     """The lists that the passes fill; every method is one pass."""
 
-    def __init__(self, graph: Graph, devices: Sequence[Device]) -> None:
+    def __init__(self, graph: Graph, devices: Sequence[Device], op_offload: bool = False) -> None:
         n_nodes, n_tensors = len(graph.nodes), len(graph.tensors)
         self.graph = graph
         self.devices = devices
         self.last = len(devices) - 1
+        self.op_offload = op_offload
         self.supports: list[Callable[[Node], bool]] = [device.supports_op for device in devices]
         self.made_by = graph.producers()
         self.is_view = [node.is_view for node in graph.nodes]
@@ -122,30 +128,6 @@ class _Placing:
         self.replicas: dict[int, tuple[int, ...]] = {}  # the same where several hold it
 
     # -- what the caller decided ---------------------------------------------------------------
-
-    def check(self, weights: Mapping[int, tuple[int, ...]], pins: Mapping[int, int], cut: Sequence[int] | None) -> None:
-        """Refuse indices that name no tensor or no backend."""
-        tensors, known = self.graph.tensors, range(len(self.devices))
-        for tid in (*weights, *pins):
-            if not 0 <= tid < len(tensors):
-                raise PlacementError(
-                    f"weights or pins name tensor {tid}, expected 0 to {len(tensors) - 1} (graph {self.graph.name!r})"
-                )
-        for tid, held in weights.items():
-            kind = tensors[tid].kind
-            if kind is Kind.INPUT or kind is Kind.NODE:
-                raise PlacementError(f"weights name {tensors[tid].describe()}, which is of kind {kind.value!r}: pin it")
-            for backend in held:
-                if backend not in known:
-                    raise self._no_such(backend, tensors[tid].describe())
-        for tid, backend in pins.items():
-            if backend not in known:
-                raise self._no_such(backend, f"the pin of {tensors[tid].describe()}")
-        if cut is not None and len(cut) != len(self.backend):
-            raise PlacementError(f"the cut has {len(cut)} backends, expected one for each of {len(self.backend)} nodes")
-        for backend in set(cut or ()):
-            if backend not in known:
-                raise self._no_such(backend, "the cut")
 
     def take_weights(self, weights: Mapping[int, tuple[int, ...]]) -> None:
         """Weights stay where they are held."""
@@ -254,6 +236,8 @@ class _Placing:
                 for position, t in enumerate(inputs):
                     if holder[t] >= 0:
                         wanted, why = holder[t], _WGT[position] if position < len(_WGT) else f"1.wgt{position}"
+                        if wanted == self.last and self.op_offload:
+                            wanted, why = self._offloaded(node, why)
                         break
             if wanted < 0:
                 continue
@@ -261,6 +245,13 @@ class _Placing:
                 backend[i], cause[i] = wanted, why
             else:
                 self.lacking.add(i)
+
+    def _offloaded(self, node: Node, why: str) -> tuple[int, str]:
+        """``1.off``: the first other backend that has the op and wants it, although its weight is on the last."""
+        for b, device in enumerate(self.devices[: self.last]):
+            if self.supports[b](node) and device.offload_op(node):
+                return b, "1.off"
+        return self.last, why
 
     # -- pass 2 --------------------------------------------------------------------------------
 
@@ -388,9 +379,6 @@ class _Placing:
 
     def _name(self, backend: int) -> str:
         return f"{self.devices[backend].name!r}"
-
-    def _no_such(self, backend: int, what: str) -> PlacementError:
-        return PlacementError(f"{what} names backend {backend}, expected 0 to {self.last}: an index of the devices")
 
 
 def _maker(graph: Graph, tensor: int) -> Node | None:

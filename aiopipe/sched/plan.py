@@ -17,6 +17,8 @@ from ..graph import Graph, Kind
 from .alloc import BackendSize, backend_sizes, donations
 from .assign import Assignment, assign
 from .lower import lower
+from .plan_dot import plan_dot
+from .plan_text import Detail, plan_text
 from .split import HOST, Split, split_graph
 
 __all__ = ["LaunchList", "Plan", "Segment", "feeds_for_lanes", "make_plan", "segments_of"]
@@ -59,7 +61,7 @@ class Segment:
     depends: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Plan:
     """A graph, cut and placed for some devices.
 
@@ -74,7 +76,7 @@ class Plan:
         n_slots: length of an evaluation's environment.
         results: for each output ``("env", slot)``, ``("input", slot)`` or ``("weight", tensor id)``.
         sinks: splits whose end means that every split has ended.
-        weights: for each backend the ids of the weights that its splits read.
+        weights: for each backend the ids of the weights that its splits read, or that the graph returns.
         sizes: bytes for each backend, without the compilers' temporaries.
     """
 
@@ -105,8 +107,29 @@ class Plan:
         """The user's source line of a split's first node."""
         return self.graph.nodes[self.splits[split].nodes[0]].source
 
+    def text(self, detail: Detail = 1) -> str:
+        """The plan for people to read; ``print(plan)`` shows level 1.
+
+        Args:
+            detail: 0 is one line: how much, where. 1 adds a table of the splits (backend, nodes, the
+                user's line, inputs, bytes moved, weights, causes) and the bytes for each backend.
+                2 adds every leaf, node and copy with its backend and cause.
+
+        Raises:
+            TensorError: there is no such level.
+        """
+        return plan_text(self, detail)
+
+    def dot(self) -> str:
+        """The plan in Graphviz's DOT language, for ``dot -Tsvg``.
+
+        A cluster for each backend with its splits; a solid edge for what is copied, with its bytes;
+        a dashed one for what stays on its backend.
+        """
+        return plan_dot(self)
+
     def __str__(self) -> str:
-        return _table(self)
+        return plan_text(self)
 
 
 def make_plan(
@@ -116,6 +139,7 @@ def make_plan(
     weights: Mapping[int, tuple[int, ...]] | None = None,
     pins: Mapping[int, int] | None = None,
     cut: Sequence[int] | None = None,
+    op_offload: bool = False,
 ) -> Plan:
     """Plan a graph for some devices: assign, split, size, lower.
 
@@ -125,17 +149,22 @@ def make_plan(
         weights: tensor id -> indices of the devices that already hold that weight.
         pins: tensor id -> index of the device that the user wants it on.
         cut: for each node the index of the device that `partition` chose.
+        op_offload: large operations on weights of the last device may run on another one (``1.off``).
 
     Raises:
         PlacementError: no device can run some op, or a pin asks for one that cannot.
     """
-    assignment = assign(graph, devices, weights=weights or {}, pins=pins or {}, cut=cut)
+    assignment = assign(graph, devices, weights=weights or {}, pins=pins or {}, cut=cut, op_offload=op_offload)
     splits = split_graph(graph, assignment)
     props = [device.props for device in devices]
-    programs = lower(graph, splits, donations(graph, splits, props))
+    donated = donations(graph, splits, props)
+    programs = lower(graph, splits, donated)
     held: list[set[int]] = [set() for _ in devices]
     for split in splits:
         held[split.backend].update(t for t in split.inputs if graph.tensors[t].kind is Kind.WEIGHT)
+    for tensor in graph.outputs:  # a weight that is returned is held somewhere, read or not
+        if tensor.kind is Kind.WEIGHT and not any(tensor.id in h for h in held):
+            held[assignment.leaf_backends[tensor.id][0]].add(tensor.id)
     frozen = tuple(frozenset(h) for h in held)
     feed = _Feed(graph, splits, assignment)
     return Plan(
@@ -150,7 +179,7 @@ def make_plan(
         results=tuple(feed.results),
         sinks=_sinks(splits),
         weights=frozen,
-        sizes=backend_sizes(graph, splits, len(devices), weights=frozen),
+        sizes=backend_sizes(graph, splits, props, weights=frozen, donate=donated),
     )
 
 
@@ -284,43 +313,3 @@ def segments_of(splits: Sequence[Split], lane_of: Sequence[int]) -> tuple[Segmen
             made.append((lane, [split.index], depends))
         home.append(current)
     return tuple(Segment(lane, tuple(indices), tuple(sorted(depends))) for lane, indices, depends in made)
-
-
-def _bytes(n: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if n < 1000 or unit == "GB":
-            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.1f} {unit}"
-        n /= 1000
-    raise AssertionError("unreachable")
-
-
-def _table(plan: Plan) -> str:
-    """Splits, backends, nodes, inputs, bytes moved, causes; then bytes for each backend."""
-    tensors, graph = plan.graph.tensors, plan.graph
-    rows = [("split", "backend", "nodes", "from", "inputs", "moved", "weights", "causes")]
-    for split in plan.splits:
-        causes: dict[str, int] = {}
-        for i in split.nodes:
-            cause = "recomputed" if i in split.recomputed else plan.assignment.node_cause[i]
-            causes[cause] = causes.get(cause, 0) + 1
-        held = [t for t in split.inputs if tensors[t].kind is Kind.WEIGHT]
-        rows.append(
-            (
-                f"#{split.index}",
-                plan.devices[split.backend].name,
-                str(len(split.nodes)),
-                graph.nodes[split.nodes[0]].source or graph.nodes[split.nodes[0]].name,
-                str(len(split.inputs) - len(held)),
-                _bytes(sum(c.nbytes for c in split.copies)),
-                f"{len(held)} ({_bytes(sum(tensors[t].nbytes for t in held))})",
-                " ".join(f"{cause}:{n}" for cause, n in sorted(causes.items(), key=lambda item: -item[1])),
-            )
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [f"plan of {graph.name!r}: {len(graph.nodes)} nodes, {plan.n_splits} splits"]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    for device, size in zip(plan.devices, plan.sizes, strict=True):
-        temp = f", temporaries {_bytes(size.temp_nbytes)}" if size.temp_nbytes else ""
-        weights, copy = _bytes(size.weights_nbytes), _bytes(size.copy_nbytes)
-        lines.append(f"{device.name}: weights {weights}, each copy {copy}{temp}")
-    return "\n".join(lines)

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import anyio
+import numpy as np
 
-from .._threads import in_thread
-from ..backend import Backend, Lane, check_distinct, open_backend
-from ..errors import BackendClosedError, PlacementError
+from .._threads import closing_s, in_thread
+from ..backend import Backend
+from ..by_hand import ByHand
+from ..devices.base import BufferType
+from ..errors import PlacementError, ReplanError
 from ..evaluation import Evaluation
-from ..graph import Graph, PerGraph, Tensor
-from ..loader import Loaded, Loader, beside, weights_held
+from ..graph import Graph, Tensor
+from ..loader import Loaded, Loader
+from ..observe import EvalCallback, Pieces
+from ..plans import Plans
+from ..registry import with_host
 from ..runner import Runner
 from ..statistics import BusyClock, Statistics
 from ..streaming import stream_in_order
-from .alloc import check_memory
-from .plan import Plan, make_plan
+from .alloc import choose_buffer_types
+from .plan import Plan
 from .state import Outcome
 
-__all__ = ["Scheduler", "shared"]
+__all__ = ["Scheduler"]
 
-T = TypeVar("T")
+AUTO_COPIES = 4
+"""How many slots ``n_copies="auto"`` begins with."""
 
 
 class Scheduler:
@@ -33,36 +40,56 @@ class Scheduler:
         backends: in order of priority, as backends or as specs (``"cpu:0"``), which the scheduler
             then opens and closes itself. When the last one is no host CPU, ``cpu:0`` is added
             behind it as the fallback; it holds nothing unless needed.
-        n_copies: how many evaluations are in flight at most; 1 means no pipelining.
+        n_copies: how many evaluations are in flight at most; 1 means no pipelining. ``"auto"``: up to 4,
+            and fewer as soon as a graph does not fit otherwise.
+        buffer_types: which memory each backend works in, as `BufferType` or as the name of a memory
+            kind, in the order of the backends or by their names. Default: the device's default memory.
         memory_limit: bytes that may be used: one number for every backend, or a mapping from
             backend name to bytes. Without it, what the device reports.
+        op_offload: have large operations whose weight is on the last backend run on an accelerator
+            (`Device.offload_op`; cause ``1.off``). The weight is copied there once, when the graph is planned.
+        forbid_replan: plan only when asked to, by `plan`, `reserve` or `alloc_graph`. An evaluation that
+            would need a new plan (a graph that is new, or whose pins have changed) raises `ReplanError`.
         timeline: record how long every split ran, for `statistics().busy`.
         on_progress: called with (compiled, to compile) while a new plan is compiled.
 
     Use it as an async context manager, on one event loop.
 
     Raises:
-        PlacementError: a spec names no device, or a device is given twice.
+        PlacementError: a spec names no device, a device is given twice, or it lacks the buffer type.
     """
 
     def __init__(
         self,
         backends: Sequence[Backend | str],
         *,
-        n_copies: int = 4,
+        n_copies: int | Literal["auto"] = 4,
+        buffer_types: Sequence[BufferType | str | None] | Mapping[str, BufferType | str] | None = None,
         memory_limit: int | Mapping[str, int] | None = None,
+        op_offload: bool = False,
+        forbid_replan: bool = False,
         timeline: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.backends, self._opened = _open(backends)
+        self.backends, self._opened = with_host(backends)
         self._busy = BusyClock([b.name for b in self.backends]) if timeline else None
-        self._runner = Runner(n_copies, self._busy)
-        self._loader = Loader(on_progress)
+        self.buffer_types = choose_buffer_types([backend.device for backend in self.backends], buffer_types)
         self.memory_limits = [_limit(backend, memory_limit) for backend in self.backends]
-        self._plans: PerGraph[Loaded] = PerGraph()
-        self._loading: dict[Graph, asyncio.Task[Loaded]] = {}
-        self._pins: PerGraph[dict[int, int]] = PerGraph()
-        self._cuts: PerGraph[Sequence[int]] = PerGraph()
+        self._loader = Loader(on_progress)
+        auto = n_copies == "auto"
+        copies = AUTO_COPIES if isinstance(n_copies, str) else n_copies
+        self._runner = Runner(copies, Pieces(self._loader.compile), self._busy)
+        self._plans = Plans(
+            self.backends,
+            self.memory_limits,
+            self.buffer_types,
+            self._loader,
+            self._runner,
+            auto=auto,
+            op_offload=op_offload,
+        )
+        self._by_hand = ByHand(self.backends)
+        self._forbid_replan = forbid_replan
         self._last_n_splits = 0
         self._closing: asyncio.Task[None] | None = None
 
@@ -87,11 +114,7 @@ class Scheduler:
         Every weight once; the largest scratch; and `n_copies` times what an evaluation of the
         largest of the plans holds there, for no more are in flight.
         """
-        index = self._index(backend)
-        loaded = self._plans.values()
-        if not loaded:
-            return 0
-        return beside(loaded[0].plan.sizes, loaded[0].plan, self.backends, loaded)[index].total(self.n_copies)
+        return self._plans.sizes()[self._index(backend)].total(self.n_copies)
 
     def set_tensor_backend(self, graph: Graph, tensor: Tensor, backend: Backend | str) -> None:
         """Pin a tensor of a graph, and so the node that makes it, to a backend (cause ``usr``).
@@ -103,26 +126,50 @@ class Scheduler:
         """
         if not 0 <= tensor.id < len(graph.tensors) or graph.tensors[tensor.id] is not tensor:
             raise PlacementError(f"tensor {tensor.describe()} is not of graph {graph.name!r}: pin one of graph.tensors")
-        self._pins.put(graph, {**(self._pins.get(graph) or {}), tensor.id: self._index(backend)})
+        pins = self._plans.pins
+        pins.put(graph, {**(pins.get(graph) or {}), tensor.id: self._index(backend)})
         self._plans.drop(graph)
 
     def get_tensor_backend(self, graph: Graph, tensor: Tensor) -> Backend | None:
         """The backend that a tensor is pinned to, or else planned on; None before either."""
-        pinned = (self._pins.get(graph) or {}).get(tensor.id)
+        pinned = (self._plans.pins.get(graph) or {}).get(tensor.id)
         if pinned is not None:
             return self.backends[pinned]
-        loaded = self._plans.get(graph)
-        if loaded is None:
+        plan = self._plans.plan_of(graph)
+        if plan is None:
             return None
-        assignment = loaded.plan.assignment
+        assignment = plan.assignment
         made_by = graph.producers()[tensor.id]
         held = assignment.leaf_backends[tensor.id] if made_by < 0 else (assignment.node_backend[made_by],)
         return self.backends[held[0]] if held else None
 
     def set_cut(self, graph: Graph, node_backend: Sequence[int]) -> None:
         """Place a graph's nodes as `aiopipe.sched.partition.partition` chose. Drops the graph's plan."""
-        self._cuts.put(graph, tuple(node_backend))
+        self._plans.cuts.put(graph, tuple(node_backend))
         self._plans.drop(graph)
+
+    def set_eval_callback(self, callback: EvalCallback | None) -> None:
+        """Have a callback see values of the evaluations that are submitted from now on; None: no longer.
+
+        ``callback(tensor, ask)`` is a plain or an async function, called on the event loop. It is first
+        asked about the result of every operation, split after split, in the order in which they run:
+        ``callback(tensor, True)`` says whether it wants the value. Operations up to one that it wants run
+        together, as one program, which is compiled when it is first needed. Then ``callback(tensor, False)``
+        gets the tensor with its value, ready, in ``tensor.buffers[0].value`` (and must not keep the loop
+        busy); False ends the whole evaluation: nothing more of it is launched, and who awaits it gets
+        `EvaluationAborted`. If it raises, who awaits it gets an `EvaluationError` with that as its cause.
+
+        A tensor that several splits compute is asked about once, one that nobody needs never. Values may
+        differ in the last bits from those of an evaluation that runs whole splits, and what is shown needs
+        memory beyond `buffer_size`. Several evaluations may be under way and call the callback in turns. It
+        must not wait for the evaluation that it observes, nor for a new one where `n_copies` is 1.
+
+        Raises:
+            TypeError: the callback cannot be called.
+        """
+        if callback is not None and not callable(callback):
+            raise TypeError(f"eval callback is {callback!r}: expected a function of a tensor and a bool, or None")
+        self._runner.eval_callback = callback
 
     async def plan(self, graph: Graph) -> Plan:
         """Plan, compile and load a graph without running it; ``print(plan)`` shows it.
@@ -137,31 +184,101 @@ class Scheduler:
         """Drop a graph's plan; evaluations under way keep what they need of it."""
         self._plans.drop(graph)
 
+    async def reserve(self, graph: Graph) -> dict[str, int]:
+        """Plan and compile a graph without running it and without allocating anything.
+
+        Pins stay, evaluations in flight go on, no slot is taken. The graph's first evaluation then has
+        nothing left to do but put the weights in place.
+
+        Returns:
+            Backend name -> bytes that the graph needs there, with `n_copies` evaluations in flight: its
+            weights, `n_copies` times what an evaluation holds, and the compilers' largest scratch.
+
+        Raises:
+            PlacementError: no backend can run some op.
+            AllocationError: it does not fit beside what is loaded.
+        """
+        plan = await self._plans.reserve(graph)
+        self._last_n_splits = plan.n_splits
+        return {b.name: size.total(self.n_copies) for b, size in zip(self.backends, plan.sizes, strict=True)}
+
+    async def alloc_graph(self, graph: Graph) -> None:
+        """Plan, compile and load a graph: whatever has to happen once before it can be evaluated many times.
+
+        Doing so again is no mistake and does nothing: a plan is tied to no slot, so there is nothing that
+        a second call could move from under the first.
+
+        Raises:
+            PlacementError: no backend can run some op.
+            AllocationError: it does not fit; nothing has been allocated.
+        """
+        await self.plan(graph)
+
+    def reset(self) -> None:
+        """Forget pins, cuts, plans, and what `tensor_set` has set, of every graph.
+
+        Evaluations that are submitted already go on as they were planned. What a plan holds goes with
+        the last evaluation that needs it.
+        """
+        self._plans.reset()
+        self._by_hand.clear()
+
+    async def tensor_set(self, tensor: Tensor, data: Any) -> None:
+        """Set an input of a graph, for every evaluation of it that is submitted without inputs from now on.
+
+        Args:
+            tensor: one of ``graph.inputs``.
+            data: an array of its shape and type, or numbers. NumPy data is copied: the caller may change it.
+
+        Raises:
+            TensorError: the tensor is no input, or the data does not fit.
+        """
+        await self._by_hand.set(tensor, data)
+
+    async def tensor_get(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """The value of an output in the newest evaluation that was submitted without inputs, as NumPy.
+
+        Waits for that evaluation. The results of the newest are kept until the next, or `reset`.
+
+        Args:
+            tensor: one of ``graph.outputs`` (or an input that was set).
+
+        Raises:
+            TensorError: there is no value yet.
+            EvaluationError: the evaluation failed.
+        """
+        return await self._by_hand.get(tensor)
+
     async def check_fit(self, graph: Graph) -> None:
         """Raise `AllocationError` if a graph cannot fit; compiles and uploads nothing."""
-        plan = await self._plan_now(graph)
-        names = [backend.name for backend in self.backends]
-        sizes = beside(plan.sizes, plan, self.backends, self._plans.values())
-        check_memory(sizes, names, self.memory_limits, self.n_copies)
+        await self._plans.check_fit(graph)
 
     async def graph_compute_async(self, graph: Graph, *inputs: Any) -> Evaluation:
         """Submit an evaluation; wait only until a slot is free and the inputs are captured.
 
         After it returns, the caller may change every NumPy input. The first evaluation of a graph
-        also plans, compiles and loads it, off the event loop.
+        also plans, compiles and loads it, off the event loop. Without inputs, it takes those that
+        `tensor_set` has set.
 
         Raises:
-            TensorError: an input does not fit.
+            TensorError: an input does not fit, or is not set.
+            ReplanError: it would have to be planned, and ``forbid_replan`` is on.
             BackendClosedError: the scheduler is closed.
             WrongLoopError: it belongs to another event loop.
         """
-        return await self.submit(graph, graph.flatten_inputs(inputs))
+        if inputs or not graph.inputs:
+            return await self.submit(graph, graph.flatten_inputs(inputs))
+        values = self._by_hand.inputs_of(graph)
+        kept: dict[int, Any] = {}
+        evaluation = await self._runner.submit((await self._loaded(graph)).keeping(kept), values)
+        self._by_hand.ran(graph, evaluation, kept)
+        return evaluation
 
     async def submit(self, graph: Graph, values: Sequence[Any]) -> Evaluation:
         """`graph_compute_async` for inputs that went through `graph.flatten_inputs` already."""
         loaded = self._plans.get(graph)
         if loaded is None:
-            loaded = await self._load(graph)
+            loaded = await self._loaded(graph)
         return await self._runner.submit(loaded, values)
 
     async def graph_compute(self, graph: Graph, *inputs: Any) -> Any:
@@ -185,10 +302,13 @@ class Scheduler:
             succeeded=state.counts[Outcome.SUCCESS],
             failed=state.counts[Outcome.FAILED],
             cancelled=state.counts[Outcome.CANCELLED],
+            aborted=state.counts[Outcome.ABORTED],
             in_flight=state.in_flight,
             waiting=state.waiting,
             n_copies=state.n_copies,
             plans=len(self._plans.values()),
+            planned=self._plans.n_planned,
+            replanned=self._plans.n_replanned,
             compiled=self._loader.n_compiled,
             copied_weights_nbytes=self._loader.copied_weights_nbytes,
             busy=self._busy.shares() if self._busy else {},
@@ -210,8 +330,7 @@ class Scheduler:
         """
         self._runner.closed = True
         if self._closing is None:
-            for task in list(self._loading.values()):
-                task.cancel()
+            self._plans.cancel()
             self._closing = asyncio.get_running_loop().create_task(self._close(timeout_s), name="aiopipe close")
         if cancel:
             self._runner.cancel_all()
@@ -231,11 +350,12 @@ class Scheduler:
         with anyio.move_on_after(timeout_s):
             await self.synchronize()
         self._runner.cancel_all()
-        await in_thread(lambda: self._runner.close_lanes(timeout_s), "close")
+        await self._runner.end_observing(timeout_s)
+        await in_thread(lambda: self._runner.lanes.close(timeout_s), "close")
         with anyio.move_on_after(timeout_s):
             for backend in self._opened:
                 await backend.aclose()
-        self._plans.clear()
+        self.reset()
 
     async def __aenter__(self) -> Scheduler:
         self._runner.enter()
@@ -251,87 +371,20 @@ class Scheduler:
         name = backend if isinstance(backend, str) else backend.name
         raise PlacementError(f"{name!r} is not one of this scheduler's backends: {[b.name for b in self.backends]}")
 
-    async def _load(self, graph: Graph) -> Loaded:
-        loop = self._runner.enter()
-        task = self._loading.get(graph)
-        if task is None or task.done():  # done: its plan was dropped again before the loop came round
-            task = loop.create_task(self._load_now(graph), name=f"aiopipe load {graph.name}")
-            self._loading[graph] = task
-            task.add_done_callback(lambda done: self._loading.pop(graph) if self._loading.get(graph) is done else None)
-        return await shared(task, lambda: self._runner.closed)
-
-    async def _load_now(self, graph: Graph) -> Loaded:
-        while True:
-            pins, cut = self._pins.get(graph), self._cuts.get(graph)
-            loaded = await self._loader.load(
-                await self._plan_now(graph),
-                self.backends,
-                limits=self.memory_limits,
-                n_copies=self.n_copies,
-                lane_for=self._lane_for,
-                others=self._plans.values(),
+    async def _loaded(self, graph: Graph) -> Loaded:
+        """A graph's plan for an evaluation."""
+        if self._forbid_replan and not self._plans.is_planned(graph):
+            shapes = ", ".join(tensor.describe() for tensor in graph.inputs)
+            raise ReplanError(
+                f"graph {graph.name!r} for ({shapes}) would have to be planned, which forbid_replan=True does not "
+                "allow: call `await scheduler.alloc_graph(graph)` (or `reserve`) first, again after its pins change"
             )
-            if self._pins.get(graph) is pins and self._cuts.get(graph) is cut:
-                break  # nobody changed them meanwhile
-        self._plans.put(graph, loaded)
+        return self._plans.get(graph) or await self._load(graph)
+
+    async def _load(self, graph: Graph) -> Loaded:
+        loaded = await self._plans.load(graph)
         self._last_n_splits = loaded.plan.n_splits
         return loaded
-
-    async def _plan_now(self, graph: Graph) -> Plan:
-        devices = [backend.device for backend in self.backends]
-        held = weights_held(graph, self.backends)
-        pins, cut = self._pins.get(graph), self._cuts.get(graph)
-        return await in_thread(lambda: make_plan(graph, devices, weights=held, pins=pins, cut=cut), "plan")
-
-    def _lane_for(self, backend: Backend, own: bool, inline: bool) -> Lane:
-        return self._runner.lane_for(backend, own=own, inline=inline)
-
-
-def closing_s(kind: type[BaseException] | None) -> float:
-    """How long closing may take when a block ends with such an exception.
-
-    A `KeyboardInterrupt` that the event loop does not turn into a cancellation may have broken off
-    anything, so that there is nothing to wait for.
-    """
-    return 30.0 if kind is None or issubclass(kind, (Exception, asyncio.CancelledError, GeneratorExit)) else 2.0
-
-
-async def shared(task: asyncio.Task[T], is_closed: Callable[[], bool]) -> T:
-    """Await a task that others wait for, too: being cancelled does not cancel it.
-
-    Raises:
-        BackendClosedError: it was cancelled because its owner closes.
-    """
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        me = asyncio.current_task()
-        if is_closed() and me is not None and not me.cancelling():
-            raise BackendClosedError("closed while this was being planned and compiled") from None
-        raise
-
-
-def _open(given: Sequence[Backend | str]) -> tuple[tuple[Backend, ...], list[Backend]]:
-    """The backends, and those of them that were opened here."""
-    backends: list[Backend] = []
-    opened: list[Backend] = []
-    for item in given:
-        if isinstance(item, str):
-            item = open_backend(item)
-            opened.append(item)
-        item.check_open()
-        backends.append(item)
-    check_distinct(backends)
-    if not backends[-1].device.is_host_cpu:
-        host = next((b.name for b in backends if b.device.is_host_cpu), None)
-        if host is not None:
-            raise PlacementError(
-                f"{host!r} comes before {backends[-1].name!r}: give the host CPU last, its priority is the lowest"
-            )
-        backends.append(open_backend("cpu:0"))
-        opened.append(backends[-1])
-    return tuple(backends), opened
-
 
 def _limit(backend: Backend, given: int | Mapping[str, int] | None) -> int | None:
     if isinstance(given, Mapping):

@@ -8,7 +8,7 @@ Life of an evaluation::
 
     WAITING --a slot is free--> CAPTURING --inputs captured--> RUNNING --all launched--> DRAINING --> (gone)
 
-A cancelled or failed evaluation launches nothing more and goes to DRAINING as soon as no launch
+A cancelled, failed or aborted evaluation launches nothing more and goes to DRAINING as soon as no launch
 is under way: launched work cannot be recalled, so its slot comes back only when the devices are
 done with it, exactly once.
 """
@@ -56,6 +56,7 @@ class Outcome(enum.Enum):
     SUCCESS = "success"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    ABORTED = "aborted"
 
 
 class Submit(NamedTuple):
@@ -79,11 +80,15 @@ class Launched(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Capturing (segment -1) or launching a segment failed; nothing of it is still being launched."""
+    """Capturing (segment -1) or launching a segment failed, or somebody watching it aborts the evaluation.
+
+    Nothing of it is still being launched.
+    """
 
     evaluation: int
     segment: int
     error: BaseException
+    outcome: Outcome = Outcome.FAILED
 
 
 class Completed(NamedTuple):
@@ -158,7 +163,7 @@ class RunState:
 
     Args:
         n_copies: how many slots there are, so how many evaluations are in flight at most.
-            The k-th admitted evaluation takes slot ``k % n_copies``.
+            The k-th admitted evaluation takes slot ``k % n_copies``, as long as nobody calls `shrink`.
     """
 
     def __init__(self, n_copies: int) -> None:
@@ -170,11 +175,12 @@ class RunState:
         self._runs: dict[int, _Run] = {}
         self._waiting: OrderedDict[int, _Run] = OrderedDict()
         self._holders: list[_Run | None] = [None] * n_copies
+        self._next = 0
 
     @property
     def cur_copy(self) -> int:
         """The slot that the next evaluation will take."""
-        return self.n_admitted % self.n_copies
+        return self._next
 
     @property
     def in_flight(self) -> int:
@@ -185,6 +191,23 @@ class RunState:
     def waiting(self) -> int:
         """Evaluations that wait for a slot."""
         return len(self._waiting)
+
+    def shrink(self, n_copies: int) -> None:
+        """Have fewer slots from now on. Those that hold one beyond keep it to their end; until then nobody is admitted.
+
+        Args:
+            n_copies: at least 1, at most as many as there are.
+        """
+        if not 1 <= n_copies <= self.n_copies:
+            raise ValueError(f"n_copies is {n_copies}, expected 1 to {self.n_copies}")
+        self.n_copies = n_copies
+        self._next %= n_copies
+        self._trim()
+
+    def _trim(self) -> None:
+        holders = self._holders
+        while len(holders) > self.n_copies and holders[-1] is None:
+            holders.pop()
 
     def phase(self, evaluation: int) -> Phase | None:
         """Where an evaluation is, or None when it is gone."""
@@ -235,11 +258,12 @@ class RunState:
 
     def _admit(self, out: list[Instruction]) -> None:
         while self._waiting:
-            slot = self.n_admitted % self.n_copies
-            if self._holders[slot] is not None:
+            slot = self._next
+            if self._holders[slot] is not None or len(self._holders) > self.n_copies:
                 return
             _, run = self._waiting.popitem(last=False)
             self.n_admitted += 1
+            self._next = slot + 1 if slot + 1 < self.n_copies else 0
             self._holders[slot] = run
             run.copy_id = slot
             run.phase = Phase.CAPTURING
@@ -278,7 +302,7 @@ class RunState:
 
     def _failed(self, run: _Run, stimulus: Failed, out: list[Instruction]) -> None:
         if run.outcome is None:
-            self._end(run, Outcome.FAILED, stimulus.error, out)
+            self._end(run, stimulus.outcome, stimulus.error, out)
         if stimulus.segment < 0:
             self._expect(run, Phase.CAPTURING, stimulus)
             run.phase = Phase.RUNNING
@@ -304,6 +328,7 @@ class RunState:
     def _release(self, run: _Run, out: list[Instruction]) -> None:
         del self._runs[run.id]
         self._holders[run.copy_id] = None
+        self._trim()
         out.append(Release(run.id, run.copy_id))
         self._admit(out)
 
@@ -325,4 +350,6 @@ class RunState:
         for run in self._runs.values():
             assert (run.phase is Phase.WAITING) == (run.copy_id < 0), "phase and slot disagree"
             assert run.launching >= 0 and run.unlaunched >= run.launching, "launches do not add up"
-        assert not self._waiting or self._holders[self.cur_copy] is not None, "somebody waits beside a free slot"
+        shrinking = len(self._holders) > self.n_copies
+        waits = bool(self._waiting) and not shrinking
+        assert not waits or self._holders[self.cur_copy] is not None, "somebody waits beside a free slot"

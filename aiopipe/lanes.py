@@ -1,0 +1,89 @@
+"""Lanes: where launches happen, in the order in which they were posted."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+from ._threads import close_at_exit
+from .errors import BackendClosedError
+
+__all__ = ["InlineLane", "Lane", "ThreadLane"]
+
+
+class Lane(ABC):
+    """Where launches happen, in the order in which they were posted."""
+
+    name: str
+
+    @abstractmethod
+    def post(self, job: Callable[[], None]) -> None:
+        """Queue a job; from any thread. The job must not raise."""
+
+    @abstractmethod
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish what is queued, then stop. Idempotent; may be called from any other thread.
+
+        Returns:
+            Whether it has stopped within `timeout_s`.
+        """
+
+
+class InlineLane(Lane):
+    """Runs a job in the caller, at once: for launches that cannot block."""
+
+    def __init__(self, name: str = "inline") -> None:
+        self.name = name
+
+    def post(self, job: Callable[[], None]) -> None:
+        job()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        return True
+
+
+class ThreadLane(Lane):
+    """A daemon thread that runs jobs in order. It starts with the first job."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._jobs: deque[Callable[[], None] | None] = deque()
+        self._wake = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def post(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            if self._closed:
+                raise BackendClosedError(f"lane {self.name!r} is closed")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"aiopipe-{self.name}", daemon=True)
+                self._thread.start()
+                close_at_exit(self)
+            self._jobs.append(job)
+        self._wake.release()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._jobs.append(None)
+                self._wake.release()
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def _run(self) -> None:
+        jobs, wake = self._jobs, self._wake
+        while True:
+            wake.acquire()
+            job = jobs.popleft()
+            if job is None:
+                return
+            job()
+            del job  # an idle thread must not keep the last evaluation alive

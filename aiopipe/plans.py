@@ -1,0 +1,229 @@
+"""`Plans`: what a scheduler knows of its graphs: pins, sizes, and the plans that can run.
+
+A graph is first planned (in a thread, without devices), then compiled (its sizes are known, nothing
+is allocated: `reserve`), then loaded (its weights are in place: it can run).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ._threads import in_thread
+from .backend import Backend, Lane
+from .devices.base import BufferType
+from .errors import BackendClosedError
+from .graph import Graph, PerGraph
+from .loader import Loaded, Loader, Prepared, beside, weights_held
+from .runner import Runner
+from .sched.alloc import BackendSize, check_buffers, check_memory, largest_n_copies
+from .sched.plan import Plan, make_plan
+
+__all__ = ["Plans", "shared"]
+
+T = TypeVar("T")
+
+
+class Plans:
+    """The plans of one scheduler.
+
+    Args:
+        backends: in order of priority.
+        limits: for each backend the bytes that it may use, or None.
+        buffer_types: for each backend the memory that it works in.
+        loader: compiles and uploads.
+        runner: runs them; it is asked for lanes and for the number of slots.
+        auto: where a plan does not fit, have fewer slots rather than refuse it.
+        op_offload: see `make_plan`.
+
+    Attributes:
+        pins: for each graph tensor id -> index of the backend that the user wants it on.
+        cuts: for each graph the backends that `partition` chose.
+        n_planned: how often a graph was planned.
+        n_replanned: how often that was again.
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        limits: Sequence[int | None],
+        buffer_types: Sequence[BufferType],
+        loader: Loader,
+        runner: Runner,
+        *,
+        auto: bool,
+        op_offload: bool,
+    ) -> None:
+        self.pins: PerGraph[dict[int, int]] = PerGraph()
+        self.cuts: PerGraph[Sequence[int]] = PerGraph()
+        self.n_planned = 0
+        self.n_replanned = 0
+        self._backends = backends
+        self._names = [backend.name for backend in backends]
+        self._limits = limits
+        self._max_nbytes = [kind.max_nbytes for kind in buffer_types]
+        self._loader = loader
+        self._runner = runner
+        self._auto = auto
+        self._op_offload = op_offload
+        self._seen: PerGraph[bool] = PerGraph()
+        self._reserved: PerGraph[Prepared] = PerGraph()
+        self._loaded: PerGraph[Loaded] = PerGraph()
+        self._loading: dict[Graph, asyncio.Task[Loaded]] = {}
+        self._one_at_a_time: asyncio.Lock | None = None
+
+    def get(self, graph: Graph) -> Loaded | None:
+        """The plan of a graph, if it can run."""
+        return self._loaded.get(graph)
+
+    def values(self) -> list[Loaded]:
+        """The plans that can run."""
+        return self._loaded.values()
+
+    def is_planned(self, graph: Graph) -> bool:
+        """Whether running the graph needs no new plan."""
+        return any(graph in known for known in (self._loaded, self._reserved)) or graph in self._loading
+
+    def plan_of(self, graph: Graph) -> Plan | None:
+        """The plan of a graph that is loaded or reserved."""
+        known = self._loaded.get(graph) or self._reserved.get(graph)
+        return known.plan if known is not None else None
+
+    def drop(self, graph: Graph) -> None:
+        """Forget a graph's plan. Evaluations of it that are under way go on."""
+        self._loaded.drop(graph)
+        self._reserved.drop(graph)
+
+    def reset(self) -> None:
+        """Forget pins, cuts and plans of all graphs. Evaluations that are under way go on."""
+        for kept in (self.pins, self.cuts, self._loaded, self._reserved):
+            kept.clear()
+
+    def cancel(self) -> None:
+        """End what is being loaded."""
+        for task in list(self._loading.values()):
+            task.cancel()
+
+    async def reserve(self, graph: Graph) -> Plan:
+        """Plan and compile a graph, so that its sizes are known; allocates nothing.
+
+        Raises:
+            PlacementError: no backend can run some op.
+            AllocationError: it would not fit.
+        """
+        task = self._loading.get(graph)
+        if task is not None:
+            return (await shared(task, lambda: self._runner.closed)).plan
+        known = self.plan_of(graph)
+        if known is None:
+            self._runner.enter()
+            prepared = await self._prepare(graph)
+            known = prepared.plan
+            self._adopt(known)
+        return known
+
+    async def load(self, graph: Graph) -> Loaded:
+        """The plan of a graph, ready to run; whoever else wants the same graph waits for the same.
+
+        Raises:
+            PlacementError: no backend can run some op.
+            AllocationError: it does not fit; nothing has been allocated.
+            BackendClosedError: closed meanwhile.
+        """
+        loop = self._runner.enter()
+        task = self._loading.get(graph)
+        if task is None or task.done():  # done: its plan was dropped again before the loop came round
+            task = loop.create_task(self._load(graph), name=f"aiopipe load {graph.name}")
+            self._loading[graph] = task
+            task.add_done_callback(lambda done: self._loading.pop(graph) if self._loading.get(graph) is done else None)
+        return await shared(task, lambda: self._runner.closed)
+
+    async def check_fit(self, graph: Graph) -> None:
+        """Raise `AllocationError` if a graph cannot fit; compiles and uploads nothing."""
+        self._check(await self._plan(graph))
+
+    def sizes(self) -> list[BackendSize]:
+        """For each backend what the plans that can run need together; see `beside`."""
+        loaded = self._loaded.values()
+        if not loaded:
+            return [BackendSize() for _ in self._backends]
+        return beside(loaded[0].plan.sizes, loaded[0].plan, self._backends, loaded)
+
+    async def _load(self, graph: Graph) -> Loaded:
+        if self._one_at_a_time is None:
+            self._one_at_a_time = asyncio.Lock()
+        while True:
+            pins, cut = self.pins.get(graph), self.cuts.get(graph)
+            prepared = self._reserved.get(graph) or await self._prepare(graph)
+            async with self._one_at_a_time:  # what is checked must hold until it is in place
+                self._check(prepared.plan)
+                self._adopt(prepared.plan)
+                if self._runner.state.in_flight > self._runner.state.n_copies:
+                    await self._runner.synchronize()  # slots that went away give their memory back first
+                self._loader.slots.trim(self._runner.state.n_copies)
+                loaded = await self._loader.load(
+                    prepared, self._backends, n_copies=self._runner.state.n_copies, lane_for=self._lane_for
+                )
+                if self.pins.get(graph) is pins and self.cuts.get(graph) is cut:  # nobody changed them meanwhile
+                    self._loaded.put(graph, loaded)
+                    self._reserved.drop(graph)
+                    return loaded
+
+    async def _prepare(self, graph: Graph) -> Prepared:
+        while True:
+            pins, cut = self.pins.get(graph), self.cuts.get(graph)
+            self.n_planned += 1
+            self.n_replanned += graph in self._seen
+            self._seen.put(graph, True)
+            plan = await self._plan(graph)
+            # How many copies fit is known only with the compilers' temporaries, and a wrong number would be
+            # worse than none. What cannot fit at all need not be compiled.
+            self._check(plan, n_copies=1)
+            prepared = await self._loader.prepare(plan, self._backends)
+            self._check(prepared.plan)
+            if self.pins.get(graph) is pins and self.cuts.get(graph) is cut:
+                self._reserved.put(graph, prepared)
+                return prepared
+
+    async def _plan(self, graph: Graph) -> Plan:
+        devices = [backend.device for backend in self._backends]
+        held = weights_held(graph, self._backends)
+        pins, cut, offload = self.pins.get(graph), self.cuts.get(graph), self._op_offload
+        return await in_thread(
+            lambda: make_plan(graph, devices, weights=held, pins=pins, cut=cut, op_offload=offload), "plan"
+        )
+
+    def _check(self, plan: Plan, n_copies: int | None = None) -> None:
+        """Raise `AllocationError` where a plan does not fit, with so many copies, beside those that can run."""
+        check_buffers(plan.graph, plan.splits, self._names, self._max_nbytes)
+        sizes = beside(plan.sizes, plan, self._backends, self._loaded.values())
+        n_copies = n_copies or self._runner.state.n_copies
+        if self._auto:
+            n_copies = largest_n_copies(sizes, self._limits, n_copies) or n_copies
+        check_memory(sizes, self._names, self._limits, n_copies)
+
+    def _adopt(self, plan: Plan) -> None:
+        """With ``n_copies="auto"``, have no more slots than fit."""
+        if self._auto:
+            sizes = beside(plan.sizes, plan, self._backends, self._loaded.values())
+            state = self._runner.state
+            state.shrink(max(1, largest_n_copies(sizes, self._limits, state.n_copies)))
+
+    def _lane_for(self, backend: Backend, own: bool, inline: bool) -> Lane:
+        return self._runner.lanes.lane_for(backend, own=own, inline=inline)
+
+
+async def shared(task: asyncio.Task[T], is_closed: Callable[[], bool]) -> T:
+    """Await a task that others wait for, too: being cancelled does not cancel it.
+
+    Raises:
+        BackendClosedError: it was cancelled because its owner closes.
+    """
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        me = asyncio.current_task()
+        if is_closed() and me is not None and not me.cancelling():
+            raise BackendClosedError("closed while this was being planned and compiled") from None
+        raise

@@ -1,0 +1,76 @@
+"""`Run`: what the runner and an observer know of one evaluation that is under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from .completion import Post
+from .evaluation import Evaluation
+from .events import Event
+from .loader import Loaded
+from .sched.launch import Environment
+
+__all__ = ["Run"]
+
+
+class Run:
+    """An evaluation under way: its values and events, and who waits for it."""
+
+    __slots__ = (
+        "admitted",
+        "captured",
+        "dropped",
+        "ends",
+        "env",
+        "evaluation",
+        "events",
+        "loaded",
+        "observation",
+        "released",
+        "values",
+    )
+
+    def __init__(self, evaluation: Evaluation, loaded: Loaded, values: Sequence[Any]) -> None:
+        self.evaluation = evaluation
+        self.loaded = loaded
+        self.values = values
+        self.env = Environment(loaded.plan.n_slots, len(loaded.splits))
+        self.captured = False
+        self.dropped = False
+        self.ends: dict[int, float] = {}
+        self.observation: Any = None
+        self.admitted: asyncio.Future[None] | None = None
+        self.released: Event | None = None
+        self.events: list[Event] | None = None
+
+    def split_events(self, post: Post) -> Sequence[Event]:
+        """One event for each split; those of splits that end later are set by way of `post`."""
+        if self.events is None:
+            self.events = [self.evaluation._split_event(i) for i in range(len(self.loaded.splits))]
+            for split, marker in enumerate(self.env.markers):
+                if marker is not None:
+                    self.watch_split(split, post)
+        return tuple(self.events)
+
+    def watch_split(self, split: int, post: Post) -> None:
+        """Have a split that has been launched set its event, if anybody asked for the events."""
+        if self.events is None:
+            return
+        event = self.events[split]
+        backend = self.loaded.splits[split].backend
+        marker = (self.env.markers[split],)
+        if backend.all_ready(marker):  # `notify` answers in order: after the evaluations behind this one
+            event.set(backend.error_of(marker))
+        else:
+            backend.notify(marker, lambda error: post(event.set, error))
+
+    def release(self) -> None:
+        """It is gone: every event that has not happened does now."""
+        self.observation = None  # which refers to this
+        if self.events is not None:
+            for event in self.events:
+                event.set(self.evaluation._error or (asyncio.CancelledError() if self.evaluation.cancelled() else None))
+        if self.released is not None:
+            self.released.set()

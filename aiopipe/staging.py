@@ -1,0 +1,121 @@
+"""Staging: the host memory that an evaluation's inputs are captured in.
+
+Each slot has one set of staging buffers. It belongs to the plan that captured in it last: when a
+slot goes to an evaluation of another plan, the old set is let go, so that the number of plans
+that are loaded does not matter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .backend import Backend
+from .errors import TensorError
+from .sched.plan import Plan
+
+__all__ = ["Slots", "Staging"]
+
+INLINE_CAPTURE_NBYTES = 1 << 19
+"""Inputs up to this size are copied on the event loop: it takes less than handing them over."""
+
+_NUMBERS = (bool, int, float, complex, np.generic)
+
+
+class Slots:
+    """Whose staging buffers each slot has: one object for all plans of a scheduler."""
+
+    def __init__(self) -> None:
+        self._owner: dict[int, weakref.ref[Staging]] = {}
+
+    def take(self, copy_id: int, staging: Staging) -> None:
+        """Have the slot's last owner let its buffers go, unless it is the same."""
+        known = self._owner.get(copy_id)
+        owner = known() if known is not None else None
+        if owner is not staging:
+            if owner is not None:
+                owner.buffers.pop(copy_id, None)
+            self._owner[copy_id] = weakref.ref(staging)
+
+    def trim(self, n_copies: int) -> None:
+        """Let go of the buffers of slots that exist no longer."""
+        for copy_id in [c for c in self._owner if c >= n_copies]:
+            owner = self._owner.pop(copy_id)()
+            if owner is not None:
+                owner.buffers.pop(copy_id, None)
+
+
+class Staging:
+    """Captures the inputs of one plan.
+
+    Attributes:
+        buffers: copy_id -> one buffer for each captured input (None where none is needed).
+        returned: environment slots of inputs that are outputs, too.
+    """
+
+    def __init__(self, plan: Plan, backends: Sequence[Backend], slots: Slots) -> None:
+        self.plan = plan
+        self.buffers: dict[int, list[Any]] = {}
+        self._slots = slots
+        self._host_backends = _first_readers(plan, backends)
+        self.returned = tuple(dict.fromkeys(slot for kind, slot in plan.results if kind == "input"))
+        self._nbytes = [plan.graph.inputs[i].nbytes for i in plan.used_inputs]
+
+    def captures_inline(self, values: Sequence[Any]) -> bool:
+        """Whether `capture` takes so little time that the loop can do it: small, and nothing to wait for."""
+        copied = 0
+        for position, backend, nbytes in zip(self.plan.used_inputs, self._host_backends, self._nbytes, strict=True):
+            value = values[position]
+            if backend.accepts(value):
+                continue  # taken as it is, whatever its size
+            if type(value) is not np.ndarray and not isinstance(value, _NUMBERS):
+                return False  # some other library's or another client's array: reading it may wait
+            copied += nbytes
+        return copied <= INLINE_CAPTURE_NBYTES
+
+    def capture(self, copy_id: int, values: Sequence[Any], slots: list[Any]) -> None:
+        """Copy the inputs into the slot's own buffers, so that the caller may change its arrays.
+
+        Immutable arrays are taken as they are. Runs on the loop or, for large inputs, in a thread.
+
+        Raises:
+            TensorError: a value cannot be read.
+        """
+        self._slots.take(copy_id, self)
+        staging = self.buffers.get(copy_id)
+        inputs = self.plan.graph.inputs
+        if staging is None:
+            staging = self.buffers[copy_id] = [
+                None if slot in self.returned else backend.host_buffer(inputs[position])
+                for slot, (position, backend) in enumerate(zip(self.plan.used_inputs, self._host_backends, strict=True))
+            ]
+        for slot, position in enumerate(self.plan.used_inputs):
+            value = values[position]
+            backend = self._host_backends[slot]
+            if backend.accepts(value):
+                slots[slot] = value
+                continue
+            tensor, buffer = inputs[position], staging[slot]
+            try:
+                if slot in self.returned:  # the caller will hold it: it cannot be the slot's
+                    slots[slot] = backend.upload(value, tensor)
+                else:
+                    np.copyto(buffer, value, casting="same_kind")
+                    slots[slot] = buffer
+            except Exception as error:  # whatever the library that made the value raises
+                # Without the frames, which would keep the caller's arrays alive.
+                cause = error.with_traceback(None)
+                raise TensorError(f"input {tensor.describe()} cannot be read: {error}") from cause
+
+
+def _first_readers(plan: Plan, backends: Sequence[Backend]) -> list[Backend]:
+    """For each used input the backend that reads it first, or the host where none does."""
+    readers: dict[int, Backend] = {}
+    for split in plan.splits:
+        for t in split.inputs:
+            readers.setdefault(t, backends[split.backend])
+    inputs = plan.graph.inputs
+    return [readers.get(inputs[position].id, backends[-1]) for position in plan.used_inputs]
