@@ -20,7 +20,11 @@ ENDS_WITHIN_S = 10.0
 
 HANGS_AFTER_S = 40
 
-STACKS_ON_DEMAND = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1)\n"
+PRELUDE = """
+import faulthandler, signal
+faulthandler.register(signal.SIGUSR1)  # to see where it hangs
+signal.signal(signal.SIGINT, signal.default_int_handler)  # children of a background job ignore it
+"""
 
 BAD_SIGNS = ("Exception in thread", "Exception ignored", "Fatal Python error", "terminate called", "never retrieved")
 
@@ -32,7 +36,7 @@ def interrupt(code: str, *, presses: int = 1) -> tuple[int, str, float]:
         Its exit code, what it wrote to stderr, and how long it took to end.
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", STACKS_ON_DEMAND + code],
+        [sys.executable, "-c", PRELUDE + code],
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -41,7 +45,8 @@ def interrupt(code: str, *, presses: int = 1) -> tuple[int, str, float]:
     try:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
-            pytest.fail(f"it ended before it was ready: {process.communicate()[1]}", pytrace=False)
+            process.kill()
+            pytest.fail(f"it never was ready: {process.communicate()[1]}", pytrace=False)
         began = time.monotonic()
         for press in range(presses):
             time.sleep(0.1 * press)  # signals that come too close to each other are one
@@ -64,7 +69,7 @@ def interrupt(code: str, *, presses: int = 1) -> tuple[int, str, float]:
 # The example, which promises to end soon and quietly ---------------------------------------------
 
 DEMO = """
-import functools, sys
+import functools, os, sys
 import embed
 from minilm import text
 from aiopipe import Pipeline
@@ -82,7 +87,7 @@ async def announced_stream(self, batches):
         yield result
 
 def announced_load(self, program):
-    print("ready", flush=True)
+    os.write(1, b"ready\\n")  # in one go: several threads compile
     return load(self, program)
 
 {hook}
@@ -110,7 +115,7 @@ def test_ctrl_c_ends_the_example_soon_and_quietly(hook: str, presses: int) -> No
 # Programs that take no precautions ---------------------------------------------------------------
 
 PROGRAM = """
-import asyncio, itertools
+import asyncio, itertools, os
 import jax, jax.numpy as jnp, numpy as np
 import aiopipe as ap
 
@@ -150,7 +155,7 @@ async def compiles():
     from aiopipe.devices.xla import XlaBackend
     load = XlaBackend.load
     def announced(self, program):
-        print("ready", flush=True)
+        os.write(1, b"ready\\n")  # in one go: several threads compile
         return load(self, program)
     XlaBackend.load = announced
     await main()

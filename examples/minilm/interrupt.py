@@ -54,8 +54,6 @@ class CtrlC:
         if self._said:
             return
         self._said = True
-        if sys.stderr.isatty():
-            os.write(2, b"\x1b[?25h\n")  # a progress bar may have hidden the cursor
         os.write(2, b"interrupted\n")
 
     def _first(self, signum: int, frame: object) -> None:
@@ -69,5 +67,7 @@ class CtrlC:
         loop.call_soon_threadsafe(task.cancel)  # the call also wakes a loop that waits for something else
 
     def _leave(self) -> NoReturn:
+        if sys.stderr.isatty():
+            os.write(2, b"\x1b[?25h\n")  # a progress bar may have hidden the cursor
         self.say()
         os._exit(EXIT_CODE)
