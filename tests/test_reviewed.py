@@ -15,7 +15,7 @@ import pytest
 import aiopipe as ap
 from aiopipe.devices import sim
 from aiopipe.sched.state import Cancel, Captured, RunState, Submit
-from models import assert_close, batch, mlp, mlp_params, oracle
+from models import assert_close, batch, mlp, mlp_params
 
 
 async def test_two_lanes_may_read_one_value_in_any_order() -> None:
