@@ -24,9 +24,12 @@ COUNTS = (3, 30, 300)
 
 
 def make_model(n_weights: int, n_stages: int) -> tuple[Any, Any, Any]:
-    """Stages that add up `n_weights` small vectors."""
+    """Stages that add up `n_weights` vectors: two numbers each, so that XLA runs few and many in the same way.
+
+    (From 1000 operations on its CPU client computes in another thread, and whoever waits is woken.)
+    """
     rng = np.random.default_rng(0)
-    params = [[rng.standard_normal(8).astype(np.float32) for _ in range(n_weights)] for _ in range(n_stages)]
+    params = [[rng.standard_normal(2).astype(np.float32) for _ in range(n_weights)] for _ in range(n_stages)]
 
     def model(params: Any, x: Any) -> Any:
         for stage in params:
@@ -34,7 +37,7 @@ def make_model(n_weights: int, n_stages: int) -> tuple[Any, Any, Any]:
                 x = x + w
         return x
 
-    return model, params, rng.standard_normal((1, 8)).astype(np.float32)
+    return model, params, rng.standard_normal((1, 2)).astype(np.float32)
 
 
 async def measure(n_weights: int, specs: list[str], evaluations: int, repetitions: int) -> dict[str, float]:
