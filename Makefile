@@ -98,6 +98,7 @@ bench-peers: $(VENV)/.installed-examples  ## the same work by torch, Ray, ONNX R
 	@PYTHONPATH=. $(VENV)/bin/python benchmarks/peers/run.py $(PEERS_ARGS)
 
 peer-environments: $(PEER_VENVS)
+	@:
 
 $(PEER_VENVS): .bench/venv-%/.installed: benchmarks/peers/requirements-%.txt
 	@echo "== installing the peer $* in $(@D); this takes a minute or more"
