@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import aiopipe
+from processes import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -140,15 +138,7 @@ def test_readme_runs(tmp_path: Path) -> None:
     assert len(blocks) >= 2
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    done = run_script(script, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "2 splits" in done.stdout

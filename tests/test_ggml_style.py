@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from processes import ROOT, run_script
+
 EXAMPLE = ROOT / "examples" / "ggml_style.py"
 
 
 def test_the_low_level_example_runs(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLE)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    done = run_script(EXAMPLE, tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     for shown in (
         "4096 bytes> 512 used",

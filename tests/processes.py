@@ -1,0 +1,23 @@
+"""Python programs run as a user would run them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_script(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A script in a fresh process, in `folder`, with aiopipe on its path and warnings as errors."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
