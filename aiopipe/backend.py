@@ -7,6 +7,7 @@ block. Results are waited for by `notify`, never by the event loop.
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -78,7 +79,7 @@ class Backend(TensorIO):
 
     Attributes:
         closed: whether `aclose` has been called.
-        newest: by launching thread, a result of what it launched last; whoever launches sets it.
+        newest: by launching thread, a result of what it launched last; see `launched`.
         queue: what is posted by hand, in order.
         memory: the buffers that are alive here.
     """
@@ -90,8 +91,7 @@ class Backend(TensorIO):
         self.device = device
         self.dispatch: Dispatch = dispatch
         self.closed = False
-        # By launching thread, a result of what it launched last: order holds for each thread alone (XLA's
-        # CPU client, `cpu_client.cc`). Whoever launches sets it.
+        # Order holds for each launching thread alone (XLA's CPU client, `cpu_client.cc`).
         self.newest: dict[int, Any] = {}
         self.queue = Queue(self)
         self.memory = Account()
@@ -168,6 +168,10 @@ class Backend(TensorIO):
     def make_lane(self, *, own: bool) -> Lane:
         """A lane that may block: of its own, or one that every backend of the same client can use."""
         return ThreadLane(self.name)
+
+    def launched(self, value: Any) -> None:
+        """Told by whoever launches here, on the launching thread: a result of the launch."""
+        self.newest[threading.get_ident()] = value
 
     def supports_op(self, node: Node) -> bool:
         """Whether it can run the node: `Device.supports_op` of its device."""

@@ -8,7 +8,6 @@ an early difference does not spread over all that follow.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from .backend import Backend, Executable
 from .comparison import Comparison, NodeDifference, array_difference
 from .devices.base import Program
 from .errors import AiopipeError, EvaluationError, PlacementError, TensorError
-from .graph import Graph, Node, Tensor
+from .graph import Graph, Node
 from .loader import source_value
 from .placement import upload_weight
 from .sched.lower import lower
@@ -85,7 +84,7 @@ async def graph_copy(graph: Graph, backend: Backend) -> Graph:
         copied: dict[int, tuple[Any, ...]] = {}
         buffers: dict[int, tuple[Any, ...]] = {}
         for tensor in graph.weights:
-            value = _weight_value(graph, tensor, backend)
+            value = source_value(tensor, backend)
             if id(value) not in copied:
                 leaf = tensor if tensor.buffers else value
                 copied[id(value)] = upload_weight(tensor.name, leaf, [backend]).buffers
@@ -93,16 +92,6 @@ async def graph_copy(graph: Graph, backend: Backend) -> Graph:
         return buffers
 
     return graph.with_buffers(await in_thread(upload, "upload"))
-
-
-def _weight_value(graph: Graph, tensor: Tensor, backend: Backend) -> Any:
-    value = source_value(tensor, backend)
-    if value is None or isinstance(value, Tensor):
-        raise TensorError(
-            f"weight {tensor.describe()} of graph {graph.name!r} has no value: "
-            "trace with arrays, or with tensors that are in a buffer and have been set, instead of shapes"
-        )
-    return value
 
 
 def _check_ops(graph: Graph, a: Backend) -> None:
@@ -127,7 +116,7 @@ async def _compare(graph: Graph, a: _Side, b: _Side, callback: Callback | None, 
             for tensor in program.inputs:
                 if tensor.id not in here:
                     given = tensor.id in inputs
-                    value = inputs[tensor.id] if given else _weight_value(graph, tensor, a.backend)
+                    value = inputs[tensor.id] if given else source_value(tensor, a.backend)
                     here[tensor.id] = a.backend.upload(value, tensor)
                 if supported and tensor.id not in there:
                     there[tensor.id] = b.backend.upload(here[tensor.id], tensor)
@@ -181,7 +170,7 @@ class _Side:
 
         def launch() -> Sequence[Any]:
             made.extend(executable.call(*operands))
-            backend.newest[threading.get_ident()] = made[0]
+            backend.launched(made[0])
             return made
 
         try:

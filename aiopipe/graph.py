@@ -8,7 +8,6 @@ nodes before it.
 from __future__ import annotations
 
 import enum
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -83,6 +82,19 @@ class Tensor:
         """Number of elements."""
         return math.prod(self.shape)
 
+    def given(self) -> Any:
+        """What the user gave as a weight's value: `source`.
+
+        Raises:
+            TensorError: nothing; it was traced from a shape alone.
+        """
+        if self.source is None:
+            raise TensorError(
+                f"weight {self.describe()} has no value: it was traced from a jax.ShapeDtypeStruct; trace with "
+                "arrays, or with tensors that are in a buffer and have been set"
+            )
+        return self.source
+
     def describe(self) -> str:
         """``name dtype[shape]``, as error messages show it."""
         return f"{self.name!r} {self.dtype}[{','.join(map(str, self.shape))}]"
@@ -134,9 +146,6 @@ def _single(values: Sequence[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-_uids = itertools.count()
-
-
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Graph:
     """A function as a value: what it reads, what it computes, what it returns.
@@ -151,7 +160,6 @@ class Graph:
         flatten_inputs: turns a call's arguments into values for `inputs`, or raises `TensorError`.
         unflatten_outputs: turns values of `outputs` into what the function returns.
         config: JAX settings in force when the function was traced, re-entered when it is compiled.
-        uid: a number that no other graph of this process has.
         attached: what `PerGraph` keeps; no part of the value.
     """
 
@@ -164,7 +172,6 @@ class Graph:
     flatten_inputs: Callable[[tuple[Any, ...]], Sequence[Any]] = field(repr=False)
     unflatten_outputs: Callable[[Sequence[Any]], Any] = field(default=_single, repr=False)
     config: Any = field(default=None, repr=False)
-    uid: int = field(default_factory=lambda: next(_uids))
     attached: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -186,7 +193,6 @@ class Graph:
             tensors=tuple(tensors),
             weights=renewed(self.weights),
             outputs=renewed(self.outputs),
-            uid=next(_uids),
             attached={},
         )
 

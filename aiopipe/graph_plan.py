@@ -41,6 +41,8 @@ class Owner(Protocol):
     queue: Queue
     newest: dict[int, Any]
 
+    def launched(self, value: Any) -> None: ...
+
     def load(self, program: Program) -> Compiled: ...
 
     def upload(self, value: Any, tensor: Tensor) -> Any: ...
@@ -164,7 +166,7 @@ class GraphPlan:
         moved = dict(zip(moving, owner.transfer([env[t] for t in moving]), strict=True)) if moving else {}
         if ready.call is not None and self.program is not None:
             results = ready.call(*(moved.get(t.id, env[t.id]) for t in fed))
-            owner.newest[threading.get_ident()] = results[-1]
+            owner.launched(results[-1])
             env.update((t.id, value) for t, value in zip(self.program.outputs, results, strict=False))
         for tensor in graph.inputs:  # one that is returned: the program may have been given it in another form
             if tensor.id in away and any(out.id == tensor.id for out in graph.outputs):
@@ -310,7 +312,7 @@ def _source_of(tensor: Tensor) -> Any:
     """The value of a weight that is somewhere else, or nowhere yet."""
     if tensor.buffers:
         return _value_of(tensor, tensor.buffers[0])
-    return tensor.source
+    return tensor.given()
 
 
 def _captured(owner: Owner, value: Any, tensor: Tensor) -> Any:

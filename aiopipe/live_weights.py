@@ -30,11 +30,11 @@ def source_value(tensor: Tensor, backend: Backend) -> Any:
     """The weight's value to give to `backend`: the one that it has itself, or else any.
 
     Raises:
-        TensorError: it has not been set, or has been freed.
+        TensorError: it has no value, has not been set, or has been freed.
     """
     if tensor.buffers or isinstance(tensor.source, Tensor | View):
         return held_value(tensor, backend)
-    return tensor.source
+    return tensor.given()
 
 
 def weight_key(tensor: Tensor, backend: Backend) -> Hashable:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from ._threads import in_thread
 from .backend import Backend, Executable, Lane
 from .devices.base import Program
-from .errors import AiopipeError, TensorError
+from .errors import AiopipeError
 from .graph import Graph, Tensor
 from .live_weights import LiveWeights, held_by, source_value, weight_key
 from .sched.alloc import BackendSize, backend_sizes
@@ -98,7 +99,7 @@ class Loaded:
                 for tid in self.constants
             ]
         )
-        self._live = live
+        self._live = live  # the weights' buffers, which tell it when they are set, hold it only weakly
         self._staging = Staging(plan, backends, slots)
         self.captures_inline = self._staging.captures_inline
         self.returned = self._staging.returned
@@ -128,8 +129,8 @@ class Loaded:
 def _launches_inline(
     plan: Plan, backends: Sequence[Backend], executables: Sequence[Executable], n_copies: int
 ) -> bool:
-    used = {split.backend for split in plan.splits}
-    per_backend = max((sum(s.backend == b for s in plan.splits) for b in used), default=0)
+    used = Counter(split.backend for split in plan.splits)
+    per_backend = max(used.values(), default=0)
     return (
         all(backends[b].dispatch == "auto" for b in used)
         and len({backends[b].device.props.client for b in used}) <= 1
@@ -263,12 +264,12 @@ class Loader:
                 found[key] = executable
             else:
                 missing.setdefault(key, (program, backends[split.backend]))
-        total = len(missing)
+        n_known, total = len(found), len(missing)
 
         async def compile_one(key: tuple[Hashable, str]) -> None:
             found[key] = await self.compile(*missing[key])
             if self._on_progress is not None:
-                self._on_progress(len(found) - (len(set(wanted)) - total), total)
+                self._on_progress(len(found) - n_known, total)
 
         try:
             async with anyio.create_task_group() as group:
@@ -283,7 +284,7 @@ class Loader:
     ) -> dict[int, Any]:
         """Values of weights on a backend; uploads what it does not hold, once for all plans."""
         held: dict[int, Any] = {}
-        missing: list[Tensor] = []
+        missing: list[tuple[Tensor, Any]] = []
         for tid in sorted(ids):
             tensor = plan.graph.tensors[tid]
             value = source_value(tensor, backend)
@@ -297,21 +298,13 @@ class Loader:
                 held[tid] = known.value
                 uploads.append(known)
             else:
-                missing.append(tensor)
-
-        for tensor in missing:
-            if source_value(tensor, backend) is None:
-                raise TensorError(
-                    f"weight {tensor.describe()} of graph {plan.graph.name!r} has no value: it was traced from a "
-                    "jax.ShapeDtypeStruct; trace with the arrays, or `place` them first"
-                )
+                missing.append((tensor, value))
 
         def upload() -> list[Any]:
-            return [backend.upload(source_value(tensor, backend), tensor) for tensor in missing]
+            return [backend.upload(source, tensor) for tensor, source in missing]
 
         if missing:
-            for tensor, value in zip(missing, await in_thread(upload, "upload"), strict=True):
-                source = source_value(tensor, backend)
+            for (tensor, source), value in zip(missing, await in_thread(upload, "upload"), strict=True):
                 upload_of = self._uploads[id(source), backend.name] = _Upload(source, value)
                 uploads.append(upload_of)
                 self.copied_weights_nbytes += tensor.nbytes
@@ -335,7 +328,6 @@ def beside(
         temp = max([size.temp_nbytes, *(s.temp_nbytes for s in others)])
         result.append(BackendSize(sum(weights.values()), copy, temp))
     return result
-
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +27,7 @@ from .graph import Node, Tensor
 from .lane_pool import LanePool
 from .loader import Loaded
 from .run import Run
-from .sched.launch import BoundSplit, LaunchError, launch_splits
+from .sched.launch import BoundSplit, LaunchError
 from .sched.lower import lower
 from .sched.plan import Plan
 from .sched.split import Split
@@ -184,7 +183,7 @@ class Observation:
                 for t in wanted:
                     await self._show(split, node, t, values[t])
         if not begin:
-            await self._on_lane(bound, lambda: self._launch_whole(bound))
+            await self._on_lane(bound, lambda: self._run.launch((bound,), self._busy))
             return
         if begin < len(split.nodes):
             await self._launch_piece(split, begin, len(split.nodes), values)
@@ -267,22 +266,13 @@ class Observation:
                 values.update(zip(split.inputs, _enter(bound, self._env.slots), strict=True))
             results = piece.executable.call(*[values[t] for t in piece.inputs])
             values.update(zip(piece.outputs, results, strict=False))  # a token has no tensor
-            marker = bound.backend.newest[threading.get_ident()] = results[piece.marker]
+            marker = results[piece.marker]
+            bound.backend.launched(marker)
             self._newest = (split.index, marker)
-            self._count(split.index, marker, began)
+            if self._busy is not None:
+                self._run.count(self._busy, bound, marker, began)
 
         await self._on_lane(bound, job)
-
-    def _launch_whole(self, bound: BoundSplit) -> None:
-        began = bound.backend.now()
-        launch_splits((bound,), self._env, threading.get_ident())
-        self._count(bound.index, self._env.markers[bound.index], began)
-
-    def _count(self, split: int, marker: Any, began: float) -> None:
-        if self._busy is not None:
-            depends = self._loaded.plan.splits[split].depends
-            backend = self._loaded.splits[split].backend
-            self._busy.watch(backend, marker, began, self._run.ends, split, depends)
 
     async def _on_lane(self, split: BoundSplit, job: Callable[[], None]) -> None:
         """Run a job on the lane of a split's backend; if this is cancelled, the job still goes on."""

@@ -10,7 +10,8 @@ from .completion import Post
 from .evaluation import Evaluation
 from .events import Event
 from .loader import Loaded
-from .sched.launch import Environment
+from .sched.launch import BoundSplit, Environment, launch_splits
+from .statistics import BusyClock
 
 __all__ = ["Run"]
 
@@ -44,6 +45,24 @@ class Run:
         self.admitted: asyncio.Future[None] | None = None
         self.released: Event | None = None
         self.events: list[Event] | None = None
+
+    def launch(self, splits: Sequence[BoundSplit], busy: BusyClock | None) -> None:
+        """Launch splits in order, on this thread; tell `busy`, if there is one, of each.
+
+        Raises:
+            LaunchError: one could not be launched; the ones before it are.
+        """
+        if busy is None:
+            launch_splits(splits, self.env)
+            return
+        for split in splits:
+            began = split.backend.now()
+            launch_splits((split,), self.env)
+            self.count(busy, split, self.env.markers[split.index], began)
+
+    def count(self, busy: BusyClock, split: BoundSplit, marker: Any, began: float) -> None:
+        """Tell `busy` of a split, or a part of one, that was launched at `began`; `marker` is one of its results."""
+        busy.watch(split.backend, self.loaded.plan.splits[split.index], marker, began, self.ends)
 
     def split_events(self, post: Post) -> Sequence[Event]:
         """One event for each split; those of splits that end later are set by way of `post`."""

@@ -8,7 +8,6 @@ once for however many messages.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from .loader import Loaded
 from .mailbox import Mailbox
 from .observe import EvalCallback, Observation, Pieces
 from .run import Run
-from .sched.launch import LaunchError, launch_splits
+from .sched.launch import LaunchError
 from .sched.state import (
     Admit,
     Cancel,
@@ -242,14 +241,7 @@ class Runner:
         if run.dropped:  # cancelled or failed while this waited for its lane
             return None
         try:
-            if self._busy is None:
-                launch_splits(splits, run.env, threading.get_ident())
-            else:
-                for split in splits:
-                    began = split.backend.now()
-                    launch_splits((split,), run.env, threading.get_ident())
-                    depends = run.loaded.plan.splits[split.index].depends
-                    self._busy.watch(split.backend, run.env.markers[split.index], began, run.ends, split.index, depends)
+            run.launch(splits, self._busy)
         except LaunchError as error:
             return error
         return None

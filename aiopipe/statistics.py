@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .backend import Backend
+from .sched.split import Split
 
 __all__ = ["BusyClock", "Statistics"]
 
@@ -65,22 +66,21 @@ class BusyClock:
         self._ended = float("-inf")
 
     def watch(
-        self, backend: Backend, marker: Any, began: float, ends: dict[int, float], split: int, depends: Sequence[int]
+        self, backend: Backend, split: Split, marker: Any, began: float, ends: dict[int, float]
     ) -> None:
         """Count a split that was launched at `began`, once its marker is ready.
 
         Args:
             backend: what it runs on.
+            split: which one.
             marker: one of its results.
             began: when it was launched, by the backend's clock.
             ends: when the splits of its evaluation ended; its own end is added.
-            split: its index.
-            depends: the splits that it comes after.
         """
 
         def ended(_: BaseException | None) -> None:
-            now = ends[split] = backend.now()
-            start = max([began, *(ends[d] for d in depends if d in ends)])
+            now = ends[split.index] = backend.now()
+            start = max([began, *(ends[d] for d in split.depends if d in ends)])
             self._ran(backend.name, start, now)
 
         if backend.all_ready((marker,)):

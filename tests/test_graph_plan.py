@@ -173,6 +173,14 @@ class TestTensors:
                 np.testing.assert_array_equal(await backend.tensor_get(y), unsplit(graph, array(k)))
                 np.testing.assert_array_equal(result, unsplit(graph, array(k)))
 
+    @pytest.mark.parametrize("shape", [(), (8, 8)])
+    async def test_a_weight_that_was_traced_from_a_shape_alone_is_refused(self, shape: tuple[int, ...]) -> None:
+        """NumPy makes a NaN of None, where one number is wanted."""
+        async with ap.open_backend("cpu:1") as backend:
+            graph = ap.trace(lambda w, x: (x[:, :, None] * w).sum(-1), jax.ShapeDtypeStruct(shape, np.float32), batch())
+            with pytest.raises(ap.TensorError, match=r"'weights' .* has no value"):
+                await backend.graph_compute(graph, batch())
+
     async def test_a_weight_that_is_set_again_counts(self) -> None:
         async with ap.open_backend("cpu:1") as backend:
             w = backend.alloc_buffer(256, usage=ap.BufferUsage.WEIGHTS).alloc((8, 8), "float32", "w")

@@ -65,13 +65,12 @@ class BoundSplit:
         self.marker = feed.marker
 
 
-def launch_splits(splits: Sequence[BoundSplit], env: Environment, thread: int) -> None:
+def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
     """Launch splits in order; their results appear in the environment, not yet ready.
 
     Args:
         splits: which ones.
         env: the evaluation's values.
-        thread: identifies the thread that this runs on (`Backend.newest`).
 
     Raises:
         LaunchError: one could not be launched; the ones before it are.
@@ -94,7 +93,8 @@ def launch_splits(splits: Sequence[BoundSplit], env: Environment, thread: int) -
             results = split.call(*operands)
             for slot, value in zip(split.outputs, results, strict=False):  # a token has no slot
                 slots[slot] = value
-            split.backend.newest[thread] = markers[split.index] = results[split.marker]
+            marker = markers[split.index] = results[split.marker]
+            split.backend.launched(marker)
         except Exception as error:
             raise LaunchError(split.index) from error
         for slot in split.frees:

@@ -103,10 +103,6 @@ class Plan:
         """Bytes that each evaluation moves between backends, the host's inputs not counted."""
         return sum(c.nbytes for split in self.splits for c in split.copies if c.src != HOST)
 
-    def source_of(self, split: int) -> str:
-        """The user's source line of a split's first node."""
-        return self.graph.nodes[self.splits[split].nodes[0]].source
-
     def text(self, detail: Detail = 1) -> str:
         """The plan for people to read; ``print(plan)`` shows level 1.
 
