@@ -16,19 +16,22 @@ from .errors import (
     EvaluationError,
     PlacementError,
     ReplanError,
+    StateError,
     TensorError,
     TraceError,
     WrongLoopError,
 )
 from .evaluation import Evaluation
 from .events import Event
-from .graph import Graph, GraphBuilder, Node, Tensor
+from .graph import Graph, Node, Tensor
+from .graph_builder import GraphBuilder
 from .graph_plan import GraphPlan
 from .pipeline import Pipeline
 from .placement import place
 from .registry import devices, open_backend, open_backends, register_backend, registered_backends
 from .sched.plan import Plan
 from .sched.scheduler import Scheduler
+from .state import Snapshot, State
 from .statistics import Statistics
 from .tensor_moves import Reading, tensor_copy_async
 from .trace import trace
@@ -64,6 +67,9 @@ __all__ = [
     "Reading",
     "ReplanError",
     "Scheduler",
+    "Snapshot",
+    "State",
+    "StateError",
     "Statistics",
     "Tensor",
     "TensorError",

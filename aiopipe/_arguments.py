@@ -44,13 +44,13 @@ def path_name(path: Iterable[Any]) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
-def parameter_names(fn: Callable[..., Any], n_inputs: int) -> list[str]:
-    """Names of the parameters that take the inputs (all but the first); their positions where they have none."""
+def parameter_names(fn: Callable[..., Any], n_inputs: int, *, before: int = 1) -> list[str]:
+    """Names of the parameters that take the inputs (behind `before` others); their positions where they have none."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # some callables show no signature
         parameters = []
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][before:]
     return [named[i] if i < len(named) else str(i) for i in range(n_inputs)]
 
 

@@ -49,6 +49,13 @@ def _keeping(dtype: Any) -> AbstractContextManager[Any]:
 _WIDE = frozenset(np.dtype(t) for t in (np.int64, np.uint64, np.float64, np.complex128))
 
 
+def duplicate(value: jax.Array, device: jax.Device) -> jax.Array:
+    """A copy of an array of a device, in memory of its own there. Waits."""
+    with _keeping(value.dtype):
+        made: jax.Array = jax.device_put(jnp.array(value, copy=True), sharding_of(device))
+        return made.block_until_ready()
+
+
 def in_default_memory(value: jax.Array, device: jax.Device) -> bool:
     """Whether an array is in the memory that a device computes in."""
     kind = getattr(value.sharding, "memory_kind", None)

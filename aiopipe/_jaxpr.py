@@ -99,6 +99,14 @@ def inner_jaxpr(eqn: Any) -> FlatJaxpr | None:
     return open_jaxpr(inner) if _is_jaxpr(inner) else None
 
 
+def copy_equation(aval: Any) -> Any:
+    """An equation that copies a value of that shape and type, so that the copy has memory of its own."""
+    spec = jax.ShapeDtypeStruct(aval.shape, aval.dtype)  # type: ignore[no-untyped-call]
+    flat, _ = make_jaxpr(lambda x: jnp.array(x, copy=True), [spec])
+    (eqn,) = flat.eqns
+    return eqn
+
+
 def _is_jaxpr(value: Any) -> bool:
     return hasattr(value, "eqns")
 

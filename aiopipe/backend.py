@@ -109,6 +109,10 @@ class Backend(TensorIO):
         The value is copied: the caller may change a NumPy array afterwards.
         """
 
+    def duplicate(self, value: Any, tensor: Tensor) -> Any:
+        """A copy of a value of this backend, in memory of its own. Blocks. Unless overridden, by way of the host."""
+        return self.upload(np.array(self.download(value)), tensor)
+
     def transfer(self, values: Sequence[Any]) -> Sequence[Any]:
         """Bring values of the host or of other backends here, in one go, for this backend's next launch.
 

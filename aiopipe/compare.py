@@ -21,6 +21,7 @@ from .loader import source_value
 from .placement import upload_weight
 from .sched.lower import lower
 from .sched.split import Split
+from .state import State, check_state
 
 __all__ = ["compare_backends", "graph_copy"]
 
@@ -28,7 +29,7 @@ Callback = Callable[[int, Node, Any, Any, float], bool | Awaitable[bool]]
 
 
 async def compare_backends(
-    graph: Graph, a: Backend, b: Backend, callback: Callback | None = None, *, inputs: Sequence[Any]
+    graph: Graph, a: Backend, b: Backend, callback: Callback | None = None, *, inputs: Sequence[Any], state: Any = None
 ) -> Comparison:
     """Run a graph node by node on two backends, both from the results of `a`, and compare.
 
@@ -43,12 +44,15 @@ async def compare_backends(
             after each node, in order; plain or async; False stops the comparison. Values are NumPy
             arrays, or tuples of them for a node with several results.
         inputs: the graph's arguments, as in ``graph_compute(graph, *inputs)``.
+        state: for a graph that was traced with one, a pytree of arrays to begin with, e.g. a snapshot's value.
+            It is not changed.
 
     Returns:
         The differences of all nodes up to the one where the callback stopped.
 
     Raises:
         TensorError: the inputs do not fit, or a weight has no value.
+        StateError: the state does not fit.
         PlacementError: `a` lacks an op.
         EvaluationError: a node failed on one of the backends (`split` is the node's index).
         BackendClosedError: a backend is closed.
@@ -62,6 +66,10 @@ async def compare_backends(
     b.check_open()
     _check_ops(graph, a)
     values = {t.id: value for t, value in zip(graph.inputs, graph.flatten_inputs(tuple(inputs)), strict=True)}
+    begin = State(state) if graph.state else None
+    check_state(graph, begin)
+    if begin is not None:
+        values.update(zip((t.id for t in graph.state), begin.begin_values(), strict=True))
     return await _compare(graph, _Side(a), _Side(b), callback, values)
 
 

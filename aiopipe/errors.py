@@ -19,6 +19,7 @@ __all__ = [
     "EvaluationError",
     "PlacementError",
     "ReplanError",
+    "StateError",
     "TensorError",
     "TraceError",
     "WrongLoopError",
@@ -81,6 +82,10 @@ class EvaluationError(AiopipeError, RuntimeError):
         self.backend = backend
         self.node = node
         self.source = source
+
+
+class StateError(AiopipeError, RuntimeError):
+    """A state was left in between by an evaluation that failed, was freed, or does not fit its graph or scheduler."""
 
 
 class EvaluationAborted(AiopipeError):

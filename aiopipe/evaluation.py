@@ -75,6 +75,11 @@ class Evaluation:
         """Whether it was cancelled."""
         return self._cancelled
 
+    @property
+    def failed(self) -> bool:
+        """Whether it ended with an error; not where it was cancelled."""
+        return self._error is not None
+
     def cancel(self) -> bool:
         """Drop it: what is not launched never will be, what is launched is discarded.
 

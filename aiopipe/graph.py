@@ -1,4 +1,4 @@
-"""Frozen graphs: tensors, nodes, and a builder.
+"""Frozen graphs: tensors and nodes.
 
 No JAX here: tests and simulated devices build graphs by hand, and planning works on these
 values alone. A graph is in topological order: a node reads only leaves and the outputs of
@@ -10,13 +10,13 @@ from __future__ import annotations
 import enum
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from .errors import TensorError
 
-__all__ = ["CHEAP_OPS", "VIEW_OPS", "Graph", "GraphBuilder", "Kind", "Node", "Op", "PerGraph", "Tensor"]
+__all__ = ["CHEAP_OPS", "VIEW_OPS", "Graph", "Kind", "Node", "Op", "PerGraph", "Tensor", "single"]
 
 T = TypeVar("T")
 
@@ -142,7 +142,8 @@ class Node:
         return self.op in CHEAP_OPS and not self.has_effect
 
 
-def _single(values: Sequence[Any]) -> Any:
+def single(values: Sequence[Any]) -> Any:
+    """The one value, or a tuple of them: `Graph.unflatten_outputs` by default."""
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -157,6 +158,10 @@ class Graph:
         inputs: tensors that a caller gives with each evaluation, in order.
         weights: tensors whose values stay the same.
         outputs: tensors that an evaluation returns, in the order of the flattened result.
+        state: leaves that an evaluation takes from its `State`, in the order of the flattened state.
+        new_state: for each of `state` the tensor that takes its place for the next evaluation: the leaf
+            itself where it does not change, else a node's output that is no output of the graph and in
+            nobody else's place.
         flatten_inputs: turns a call's arguments into values for `inputs`, or raises `TensorError`.
         unflatten_outputs: turns values of `outputs` into what the function returns.
         config: JAX settings in force when the function was traced, re-entered when it is compiled.
@@ -170,14 +175,21 @@ class Graph:
     weights: tuple[Tensor, ...] = field(repr=False)
     outputs: tuple[Tensor, ...]
     flatten_inputs: Callable[[tuple[Any, ...]], Sequence[Any]] = field(repr=False)
-    unflatten_outputs: Callable[[Sequence[Any]], Any] = field(default=_single, repr=False)
+    unflatten_outputs: Callable[[Sequence[Any]], Any] = field(default=single, repr=False)
+    state: tuple[Tensor, ...] = field(default=(), repr=False)
+    new_state: tuple[Tensor, ...] = field(default=(), repr=False)
     config: Any = field(default=None, repr=False)
     attached: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """Inputs and weights."""
-        return self.inputs + self.weights
+        """Inputs, weights and state."""
+        return self.inputs + self.weights + self.state
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """What an evaluation leaves behind: `outputs`, then the values of the state that have changed."""
+        return self.outputs + tuple(t for t in self.new_state if t.kind is Kind.NODE)
 
     def with_buffers(self, buffers: Mapping[int, tuple[Any, ...]]) -> Graph:
         """The same graph with some weights (by tensor id) held in buffers instead of by their source."""
@@ -240,159 +252,3 @@ class PerGraph(Generic[T]):
         """Forget all."""
         for graph in list(self._graphs):
             self.drop(graph)
-
-
-class GraphBuilder:
-    """Builds a `Graph` node by node.
-
-    Used by the tracer, and by hand where no JAX function is wanted:
-
-        b = GraphBuilder("two")
-        x = b.input("x", (4,), "float32", 16)
-        w = b.weight("w", (4,), "float32", 16, source=array)
-        y = b.node("mul", [x, w], [((4,), "float32", 16)], fn=op)[0]
-        graph = b.build([y])
-    """
-
-    def __init__(self, name: str = "graph") -> None:
-        self.name = name
-        self._tensors: list[Tensor] = []
-        self._nodes: list[Node] = []
-        self._inputs: list[int] = []
-        self._weights: list[int] = []
-
-    def input(self, name: str, shape: Sequence[int], dtype: str, nbytes: int) -> int:
-        """Add an input; return its tensor id.
-
-        Args:
-            name: for messages.
-            shape: its dimensions.
-            dtype: name of its element type.
-            nbytes: size of a value, in bytes.
-        """
-        tid = self._add(name, shape, dtype, nbytes, Kind.INPUT)
-        self._inputs.append(tid)
-        return tid
-
-    def weight(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: str,
-        nbytes: int,
-        *,
-        source: Any = None,
-        buffers: tuple[Any, ...] = (),
-    ) -> int:
-        """Add a weight; return its tensor id.
-
-        Args:
-            name: for messages, and for placing it by name.
-            shape: its dimensions.
-            dtype: name of its element type.
-            nbytes: size of its value, in bytes.
-            source: its value: an array.
-            buffers: the buffers that hold its value, instead of `source`.
-        """
-        tid = self._add(name, shape, dtype, nbytes, Kind.WEIGHT, source=source, buffers=buffers)
-        self._weights.append(tid)
-        return tid
-
-    def node(
-        self,
-        op: str,
-        inputs: Sequence[int],
-        outputs: Iterable[tuple[Sequence[int], str, int]],
-        *,
-        fn: Op,
-        source: str = "",
-        flops: float = 0.0,
-        nbytes: float | None = None,
-        has_effect: bool = False,
-    ) -> list[int]:
-        """Add a node that makes one tensor for each ``(shape, dtype, nbytes)``; return their ids.
-
-        Args:
-            op: name of the operation; a view's or a cheap one's has consequences (`Node.is_view`, `Node.is_cheap`).
-            inputs: ids of the tensors that it reads.
-            outputs: what it makes: dimensions, name of the element type, bytes.
-            fn: what it computes: called with the values of `inputs`, it returns one for each of `outputs`.
-            source: the user's source line.
-            flops: estimated floating point operations.
-            nbytes: estimated bytes read and written; default: those of `inputs` and `outputs`.
-            has_effect: it does something besides its outputs; never dropped, moved or repeated.
-        """
-        index = len(self._nodes)
-        view_src = inputs[0] if op in VIEW_OPS and len(inputs) == 1 and not has_effect else None
-        specs = list(outputs)
-        outs: list[int] = []
-        for i, (shape, dtype, size) in enumerate(specs):
-            name = f"{op}#{index}" if len(specs) == 1 else f"{op}#{index}.{i}"
-            outs.append(self._add(name, shape, dtype, size, Kind.NODE, view_src=view_src))
-        if nbytes is None:
-            nbytes = sum(self._tensors[t].nbytes for t in inputs) + sum(self._tensors[t].nbytes for t in outs)
-        self._nodes.append(
-            Node(index, op, tuple(inputs), tuple(outs), fn, source, flops, nbytes, has_effect)
-        )
-        return outs
-
-    def build(
-        self,
-        outputs: Sequence[int],
-        *,
-        output_names: Sequence[str] | None = None,
-        flatten_inputs: Callable[[tuple[Any, ...]], Sequence[Any]] | None = None,
-        unflatten_outputs: Callable[[Sequence[Any]], Any] | None = None,
-        config: Any = None,
-    ) -> Graph:
-        """Freeze the graph.
-
-        Args:
-            outputs: ids of the tensors that an evaluation returns.
-            output_names: their names; a node's tensor that is an output takes the name of the first that it is.
-            flatten_inputs: turns a call's arguments into values for the inputs; default: they are those values.
-            unflatten_outputs: turns values of `outputs` into the result; default: the one value, or a tuple.
-            config: JAX settings to compile under.
-        """
-        tensors = self._tensors
-        if output_names is not None:
-            named: set[int] = set()
-            for tid, name in zip(outputs, output_names, strict=True):
-                t = tensors[tid]
-                if t.kind is Kind.NODE and tid not in named:
-                    named.add(tid)
-                    tensors[tid] = replace(t, name=name)
-        n_inputs = len(self._inputs)
-
-        def flatten(args: tuple[Any, ...]) -> Sequence[Any]:
-            if len(args) != n_inputs:
-                raise TensorError(f"graph {self.name!r} got {len(args)} inputs, expected {n_inputs}")
-            return args
-
-        return Graph(
-            self.name,
-            tuple(tensors),
-            tuple(self._nodes),
-            tuple(tensors[t] for t in self._inputs),
-            tuple(tensors[t] for t in self._weights),
-            tuple(tensors[t] for t in outputs),
-            flatten_inputs or flatten,
-            unflatten_outputs or _single,
-            config,
-        )
-
-    def _add(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: str,
-        nbytes: int,
-        kind: Kind,
-        *,
-        view_src: int | None = None,
-        source: Any = None,
-        buffers: tuple[Any, ...] = (),
-    ) -> int:
-        tid = len(self._tensors)
-        self._tensors.append(Tensor(tid, name, tuple(shape), dtype, kind, nbytes, view_src, source, buffers))
-        return tid

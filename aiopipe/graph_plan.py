@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .devices.base import Device, Program
-from .errors import AiopipeError, EvaluationError, PlacementError, TensorError
+from .errors import AiopipeError, EvaluationError, PlacementError, StateError, TensorError
 from .evaluation import Evaluation
 from .events import Event
 from .graph import Graph, Kind, Tensor
@@ -73,6 +73,11 @@ class GraphPlan:
 
     def __init__(self, graph: Graph, backend: Any) -> None:
         owner: Owner = backend
+        if graph.state:
+            raise StateError(
+                f"graph {graph.name!r} has a state ({graph.state[0].describe()}, …), which only a Scheduler keeps: "
+                "give it to one, or trace the function with its state as an input"
+            )
         for node in graph.nodes:
             if not owner.device.supports_op(node):
                 made = ", ".join(graph.tensors[t].describe() for t in node.outputs) or "nothing"

@@ -215,6 +215,7 @@ class Loader:
             [backend.device.props for backend in backends],
             weights=plan.weights,
             donate=[program.donate for program in plan.programs],
+            state_homes=plan.state_homes,
             memory=[e.memory for e in executables],
         )
         return Prepared(replace(plan, sizes=sizes), executables)
@@ -313,9 +314,16 @@ class Loader:
 
 
 def beside(
-    sizes: Sequence[BackendSize], plan: Plan, backends: Sequence[Backend], loaded: Sequence[Loaded]
+    sizes: Sequence[BackendSize],
+    plan: Plan,
+    backends: Sequence[Backend],
+    loaded: Sequence[Loaded],
+    states: Sequence[int] | None = None,
 ) -> list[BackendSize]:
-    """Sizes of a plan together with those that are loaded: each weight once, the largest of the rest."""
+    """Sizes of a plan together with those that are loaded: each weight once, the largest of the rest.
+
+    `states` are the bytes of all states on each backend. Where there are none yet, the plan's own counts.
+    """
     result = []
     for b, (size, backend) in enumerate(zip(sizes, backends, strict=True)):
         weights: dict[Hashable, int] = {}
@@ -326,7 +334,8 @@ def beside(
         others = [other.plan.sizes[b] for other in loaded]
         copy = max([size.copy_nbytes, *(s.copy_nbytes for s in others)])
         temp = max([size.temp_nbytes, *(s.temp_nbytes for s in others)])
-        result.append(BackendSize(sum(weights.values()), copy, temp))
+        state = (states[b] if states else 0) or size.state_nbytes
+        result.append(BackendSize(sum(weights.values()), copy, temp, state))
     return result
 
 

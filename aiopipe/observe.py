@@ -27,6 +27,7 @@ from .graph import Node, Tensor
 from .lane_pool import LanePool
 from .loader import Loaded
 from .run import Run
+from .sched.alloc import marker_of
 from .sched.launch import BoundSplit, LaunchError
 from .sched.lower import lower
 from .sched.plan import Plan
@@ -47,7 +48,7 @@ class Piece:
         inputs: ids of the tensors that it reads from outside.
         outputs: ids of what it makes for the rest of its split, for others, or to be shown.
         executable: computes the outputs from the inputs.
-        marker: which output is kept to show that it is done: the smallest.
+        marker: which output is kept to show that it is done, as `LaunchList.marker`.
     """
 
     inputs: tuple[int, ...]
@@ -98,8 +99,7 @@ class Pieces:
             inputs = tuple(dict.fromkeys(t for node in inside for t in node.inputs if t not in made))
             part = replace(split, nodes=split.nodes[begin:end], inputs=inputs, outputs=outputs)
             executable = await self._compile(lower(graph, [part], [()])[0], bound.backend)
-        sizes = [graph.tensors[t].nbytes for t in outputs]
-        return Piece(inputs, outputs, executable, sizes.index(min(sizes)) if sizes else 0)
+        return Piece(inputs, outputs, executable, marker_of(graph.tensors, outputs, {t.id for t in graph.new_state}))
 
 
 class Observation:

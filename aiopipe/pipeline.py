@@ -20,6 +20,7 @@ from .plans import shared
 from .sched.partition import Partition, partition
 from .sched.plan import Plan
 from .sched.scheduler import Scheduler
+from .state import State
 from .statistics import Statistics
 from .streaming import stream_in_order
 from .trace import trace
@@ -33,7 +34,8 @@ class Pipeline:
     """``model(params, *inputs)``, cut into contiguous parts, one for each device.
 
     Args:
-        model: any JAX function of ``(params, *inputs)``.
+        model: any JAX function of ``(params, *inputs)``; or of ``(params, state, *inputs)`` that returns
+            ``(outputs, new_state)``, to be called with ``state=``.
         params: a pytree of arrays.
         devices: specs (``"cpu:0"``, ``"gpu:1"``) or backends, in the order of the parts.
         n_copies: how many evaluations are in flight at most.
@@ -106,42 +108,48 @@ class Pipeline:
         """How many evaluations are in flight at most."""
         return self._n_copies
 
-    async def __call__(self, *inputs: Any) -> Any:
+    async def __call__(self, *inputs: Any, state: State | None = None) -> Any:
         """``model(params, *inputs)``, its arrays ready.
 
+        Args:
+            inputs: what the model takes behind the parameters (and the state).
+            state: what the model reads and replaces; see `State`.
+
         Raises:
+            StateError: the state cannot be used.
             TraceError: the model cannot be traced for these inputs.
             PlacementError, AllocationError: it fits no device.
             EvaluationError: it failed on a device.
         """
-        return await (await self.submit(*inputs))
+        return await (await self.submit(*inputs, state=state))
 
-    async def submit(self, *inputs: Any) -> Evaluation:
+    async def submit(self, *inputs: Any, state: State | None = None) -> Evaluation:
         """Start an evaluation; wait only for a free slot. Inputs may be changed afterwards."""
-        leaves, treedef = jax.tree.flatten(inputs)
-        key = (treedef, *map(_jax_types.type_key, leaves))
+        key, leaves = _key(inputs, state)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = await self._graph_for(inputs, key)
+            graph = await self._graph_for(inputs, state, key)
         else:
             self._graphs.move_to_end(key)
         # Inputs with an equal key need no further check: their leaves are the graph's inputs.
-        return await self.scheduler.submit(graph, leaves)
+        return await self.scheduler.submit(graph, leaves, state)
 
-    def stream(self, batches: Iterable[Any] | AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
+    def stream(
+        self, batches: Iterable[Any] | AsyncIterable[Any], *, state: State | None = None
+    ) -> AsyncGenerator[Any, None]:
         """Evaluate every batch; yield the results in order.
 
         Args:
             batches: any iterable or async iterable; a tuple is several inputs, anything else one.
                 An iterable is advanced on the event loop: give an async one where that takes long.
+            state: what the model reads and replaces: every batch goes on from what the one before left.
         """
-        return stream_in_order(lambda inputs: self.submit(*inputs), batches, self.n_copies)
+        return stream_in_order(lambda inputs: self.submit(*inputs, state=state), batches, self.n_copies)
 
-    async def plan(self, *inputs: Any) -> Plan:
+    async def plan(self, *inputs: Any, state: State | None = None) -> Plan:
         """The plan for inputs of these shapes (arrays or `jax.ShapeDtypeStruct`), compiled and loaded."""
-        leaves, treedef = jax.tree.flatten(inputs)
-        key = (treedef, *map(_jax_types.type_key, leaves))
-        return await self.scheduler.plan(self._graphs.get(key) or await self._graph_for(inputs, key))
+        key, _ = _key(inputs, state)
+        return await self.scheduler.plan(self._graphs.get(key) or await self._graph_for(inputs, state, key))
 
     def statistics(self) -> Statistics:
         """What has been done so far."""
@@ -181,24 +189,26 @@ class Pipeline:
     async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         await self.aclose(cancel=kind is not None, timeout_s=closing_s(kind))
 
-    async def _graph_for(self, inputs: tuple[Any, ...], key: Hashable) -> Graph:
+    async def _graph_for(self, inputs: tuple[Any, ...], state: State | None, key: Hashable) -> Graph:
         scheduler = self.scheduler
         task = self._tracing.get(key)
         if task is None:
-            work = self._trace(scheduler, inputs, key)
+            work = self._trace(scheduler, inputs, state, key)
             task = asyncio.get_running_loop().create_task(work, name="aiopipe trace")
             self._tracing[key] = task
             task.add_done_callback(lambda _: self._tracing.pop(key, None))
         return await shared(task, lambda: self._scheduler is None)
 
-    async def _trace(self, scheduler: Scheduler, inputs: tuple[Any, ...], key: Hashable) -> Graph:
+    async def _trace(
+        self, scheduler: Scheduler, inputs: tuple[Any, ...], state: State | None, key: Hashable
+    ) -> Graph:
         """Trace for new shapes, place the weights if nobody has yet, and have the plan compiled."""
         specs = jax.tree.map(_jax_types.spec_of, inputs)  # the caller may change its arrays meanwhile
         config = _jax.config_snapshot()
 
         def work() -> Graph:
             with _jax.config_context(config):
-                return trace(self._model, self._weights, *specs)
+                return trace(self._model, self._weights, *specs, state=state)
 
         async with self._placing:  # the first shape places the weights for all
             if not self._placed and isinstance(self._split, Mapping):
@@ -265,3 +275,10 @@ class Pipeline:
             return next((b for b in scheduler.backends if target in (b, b.name)), target)
 
         return {glob: backend(target) for glob, target in split.items()}
+
+
+def _key(inputs: tuple[Any, ...], state: State | None) -> tuple[Hashable, list[Any]]:
+    """What tells graphs apart, and the leaves of the inputs."""
+    leaves, treedef = jax.tree.flatten(inputs)
+    of_state = () if state is None else (state.structure,)
+    return (treedef, *map(_jax_types.type_key, leaves), *of_state), leaves

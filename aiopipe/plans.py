@@ -7,7 +7,7 @@ is allocated: `reserve`), then loaded (its weights are in place: it can run).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from ._threads import in_thread
@@ -40,6 +40,7 @@ class Plans:
     Attributes:
         pins: for each graph tensor id -> index of the backend that the user wants it on.
         cuts: for each graph the backends that `partition` chose.
+        state_nbytes: asked for the bytes of all states on each backend.
         n_planned: how often a graph was planned.
         n_replanned: how often that was again.
     """
@@ -57,6 +58,8 @@ class Plans:
     ) -> None:
         self.pins: PerGraph[dict[int, int]] = PerGraph()
         self.cuts: PerGraph[Sequence[int]] = PerGraph()
+        self.state_nbytes: Callable[[], Sequence[int] | None] = lambda: None
+        self._state_homes: PerGraph[Mapping[int, int]] = PerGraph()
         self.n_planned = 0
         self.n_replanned = 0
         self._backends = backends
@@ -90,6 +93,18 @@ class Plans:
         known = self._loaded.get(graph) or self._reserved.get(graph)
         return known.plan if known is not None else None
 
+    def keep_state_at(self, graph: Graph, homes: Mapping[int, int]) -> None:
+        """Have a graph planned so that the leaves of its state (by tensor id) are on these backends.
+
+        Drops a plan that has any of them elsewhere.
+        """
+        plan = self.plan_of(graph)
+        at = {} if plan is None else {t.id: b for t, b in zip(graph.state, plan.state_homes, strict=True)}
+        if plan is not None and all(at[t] == b for t, b in homes.items()):
+            return
+        self._state_homes.put(graph, homes)
+        self.drop(graph)
+
     def drop(self, graph: Graph) -> None:
         """Forget a graph's plan. Evaluations of it that are under way go on."""
         self._loaded.drop(graph)
@@ -97,7 +112,7 @@ class Plans:
 
     def reset(self) -> None:
         """Forget pins, cuts and plans of all graphs. Evaluations that are under way go on."""
-        for kept in (self.pins, self.cuts, self._loaded, self._reserved):
+        for kept in (self.pins, self.cuts, self._state_homes, self._loaded, self._reserved):
             kept.clear()
 
     def cancel(self) -> None:
@@ -148,13 +163,13 @@ class Plans:
         loaded = self._loaded.values()
         if not loaded:
             return [BackendSize() for _ in self._backends]
-        return beside(loaded[0].plan.sizes, loaded[0].plan, self._backends, loaded)
+        return beside(loaded[0].plan.sizes, loaded[0].plan, self._backends, loaded, self.state_nbytes())
 
     async def _load(self, graph: Graph) -> Loaded:
         if self._one_at_a_time is None:
             self._one_at_a_time = asyncio.Lock()
         while True:
-            pins, cut = self.pins.get(graph), self.cuts.get(graph)
+            decided = self._decided(graph)
             prepared = self._reserved.get(graph) or await self._prepare(graph)
             async with self._one_at_a_time:  # what is checked must hold until it is in place
                 self._check(prepared.plan)
@@ -165,14 +180,14 @@ class Plans:
                 loaded = await self._loader.load(
                     prepared, self._backends, n_copies=self._runner.state.n_copies, lane_for=self._lane_for
                 )
-                if self.pins.get(graph) is pins and self.cuts.get(graph) is cut:  # nobody changed them meanwhile
+                if self._decided(graph) == decided:  # nobody changed it meanwhile
                     self._loaded.put(graph, loaded)
                     self._reserved.drop(graph)
                     return loaded
 
     async def _prepare(self, graph: Graph) -> Prepared:
         while True:
-            pins, cut = self.pins.get(graph), self.cuts.get(graph)
+            decided = self._decided(graph)
             self.n_planned += 1
             self.n_replanned += graph in self._seen
             self._seen.put(graph, True)
@@ -182,22 +197,26 @@ class Plans:
             self._check(plan, n_copies=1)
             prepared = await self._loader.prepare(plan, self._backends)
             self._check(prepared.plan)
-            if self.pins.get(graph) is pins and self.cuts.get(graph) is cut:
+            if self._decided(graph) == decided:
                 self._reserved.put(graph, prepared)
                 return prepared
 
     async def _plan(self, graph: Graph) -> Plan:
         devices = [backend.device for backend in self._backends]
         held = weights_held(graph, self._backends)
-        pins, cut, offload = self.pins.get(graph), self.cuts.get(graph), self._op_offload
+        (pins, cut, state), offload = self._decided(graph), self._op_offload
         return await in_thread(
-            lambda: make_plan(graph, devices, weights=held, pins=pins, cut=cut, op_offload=offload), "plan"
+            lambda: make_plan(graph, devices, weights=held, pins=pins, state=state, cut=cut, op_offload=offload), "plan"
         )
+
+    def _decided(self, graph: Graph) -> tuple[dict[int, int] | None, Sequence[int] | None, Mapping[int, int] | None]:
+        """What a plan must heed: pins, the cut, and where the state is."""
+        return self.pins.get(graph), self.cuts.get(graph), self._state_homes.get(graph)
 
     def _check(self, plan: Plan, n_copies: int | None = None) -> None:
         """Raise `AllocationError` where a plan does not fit, with so many copies, beside those that can run."""
         check_buffers(plan.graph, plan.splits, self._names, self._max_nbytes)
-        sizes = beside(plan.sizes, plan, self._backends, self._loaded.values())
+        sizes = beside(plan.sizes, plan, self._backends, self._loaded.values(), self.state_nbytes())
         n_copies = n_copies or self._runner.state.n_copies
         if self._auto:
             n_copies = largest_n_copies(sizes, self._limits, n_copies) or n_copies
@@ -206,7 +225,7 @@ class Plans:
     def _adopt(self, plan: Plan) -> None:
         """With ``n_copies="auto"``, have no more slots than fit."""
         if self._auto:
-            sizes = beside(plan.sizes, plan, self._backends, self._loaded.values())
+            sizes = beside(plan.sizes, plan, self._backends, self._loaded.values(), self.state_nbytes())
             state = self._runner.state
             state.shrink(max(1, largest_n_copies(sizes, self._limits, state.n_copies)))
 

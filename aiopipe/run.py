@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .completion import Post
+from .errors import StateError
 from .evaluation import Evaluation
 from .events import Event
 from .loader import Loaded
 from .sched.launch import BoundSplit, Environment, launch_splits
+from .state import State
 from .statistics import BusyClock
 
 __all__ = ["Run"]
@@ -30,13 +32,19 @@ class Run:
         "loaded",
         "observation",
         "released",
+        "state",
+        "taken",
         "values",
     )
 
-    def __init__(self, evaluation: Evaluation, loaded: Loaded, values: Sequence[Any]) -> None:
+    def __init__(
+        self, evaluation: Evaluation, loaded: Loaded, values: Sequence[Any], state: State | None = None
+    ) -> None:
         self.evaluation = evaluation
         self.loaded = loaded
         self.values = values
+        self.state = state
+        self.taken = False
         self.env = Environment(loaded.plan.n_slots, len(loaded.splits))
         self.captured = False
         self.dropped = False
@@ -45,6 +53,32 @@ class Run:
         self.admitted: asyncio.Future[None] | None = None
         self.released: Event | None = None
         self.events: list[Event] | None = None
+
+    def take_state(self) -> StateError | None:
+        """Its turn has come on its state: take the arrays; or the reason why not."""
+        state = self.state
+        if state is None or self.taken:
+            return None
+        try:
+            state.check_usable()
+        except StateError as error:
+            return error
+        state.take(self.loaded.plan.state, self.env.slots)
+        self.taken = True
+        return None
+
+    def return_state(self) -> None:
+        """It will launch nothing more: its state goes on with what it has made, or is marked."""
+        state, evaluation = self.state, self.evaluation
+        if state is None or not self.taken:
+            return
+        untouched = self.dropped and not evaluation.failed and not any(m is not None for m in self.env.markers)
+        whole = state.give_back(self.loaded.plan.state, self.env.slots, untouched=untouched)
+        if evaluation.failed:
+            assert evaluation._error is not None
+            state.mark(evaluation._error)
+        elif not whole:
+            state.mark(asyncio.CancelledError(f"evaluation {evaluation.id} was cancelled halfway"))
 
     def launch(self, splits: Sequence[BoundSplit], busy: BusyClock | None) -> None:
         """Launch splits in order, on this thread; tell `busy`, if there is one, of each.
@@ -84,6 +118,12 @@ class Run:
             event.set(backend.error_of(marker))
         else:
             backend.notify(marker, lambda error: post(event.set, error))
+
+    def when_released(self, then: Callable[[], None]) -> None:
+        """Call `then`, on the loop, when it is gone."""
+        if self.released is None:
+            self.released = Event(f"end of evaluation {self.evaluation.id}")
+        self.released.add_callback(lambda _: then())
 
     def release(self) -> None:
         """It is gone: every event that has not happened does now."""

@@ -40,6 +40,7 @@ from .sched.state import (
     Submit,
     Watch,
 )
+from .state import State
 from .statistics import BusyClock
 
 __all__ = ["Runner"]
@@ -95,7 +96,7 @@ class Runner:
             raise WrongLoopError("this scheduler belongs to another event loop: make one scheduler for each loop")
         return loop
 
-    async def submit(self, loaded: Loaded, values: Sequence[Any]) -> Evaluation:
+    async def submit(self, loaded: Loaded, values: Sequence[Any], state: State | None = None) -> Evaluation:
         """Submit an evaluation and wait until it has a slot and its inputs are captured."""
         loop = self.enter()
         for backend in loaded.backends:
@@ -103,8 +104,9 @@ class Runner:
         of = loaded.plan.graph.name, loop, self.cancel, self.split_events, len(loaded.splits)
         evaluation = Evaluation(self.n_submitted, *of)
         self.n_submitted += 1
-        run = self._runs[evaluation.id] = Run(evaluation, loaded, values)
-        self._feed(Submit(evaluation.id, loaded.depends if self.eval_callback is None else self._to_observe(run)))
+        run = self._runs[evaluation.id] = Run(evaluation, loaded, values, state)
+        depends = loaded.depends if self.eval_callback is None else self._to_observe(run)
+        self._feed(Submit(evaluation.id, depends, None if state is None else id(state)))
         if not run.captured:
             run.admitted = loop.create_future()
             try:
@@ -155,6 +157,13 @@ class Runner:
             ends.append(run.released)
         for end in ends:  # all made before the first wait: a run that ends meanwhile tells its event
             await end.wait()
+
+    async def settle(self, state: State) -> None:
+        """Wait until no evaluation that uses a state is under way."""
+        while busy := [run for run in self._runs.values() if run.state is state]:
+            if busy[-1].released is None:
+                busy[-1].released = Event(f"end of evaluation {busy[-1].evaluation.id}")
+            await busy[-1].released.wait()
 
     async def end_observing(self, timeout_s: float | None = None) -> None:
         """Wait for the tasks of observed evaluations that were cancelled: a callback may take its time to notice."""
@@ -221,6 +230,9 @@ class Runner:
     def _launch(self, instruction: Launch) -> Stimulus | None:
         run = self._runs[instruction.evaluation]
         segment = instruction.segment
+        refused = run.take_state()
+        if refused is not None:
+            return Failed(run.evaluation.id, segment, refused)
         if run.observation is not None:
             run.observation.start(lambda error: self._observed(run, error))
             return None
@@ -259,6 +271,7 @@ class Runner:
 
     def _watch(self, instruction: Watch) -> Stimulus | None:
         run = self._runs[instruction.evaluation]
+        run.return_state()
         markers = run.env.markers
         groups = [(backend, [markers[i] for i in indices]) for backend, indices in run.loaded.sinks]
         if run.loaded.returned and run.captured and not run.dropped:  # a caller's array may not be ready yet
@@ -282,11 +295,28 @@ class Runner:
         if error is None or not run.loaded.splits:
             self._feed(Completed(run.evaluation.id, error))
             return
+        earlier = self._earlier(run)
+        if earlier is not None:  # which may be to blame
+            earlier.when_released(lambda: self._completed(run, error))
+            return
+        if run.taken and run.state is not None and run.state.error is not None:
+            self._feed(Completed(run.evaluation.id, run.state.refusal()))  # its arrays came from one that failed
+            return
 
         def blame(split: int, cause: BaseException) -> None:
-            self._feed(Completed(run.evaluation.id, failure(run.loaded.plan, run.evaluation.id, split, cause)))
+            why = failure(run.loaded.plan, run.evaluation.id, split, cause)
+            if run.taken and run.state is not None:
+                run.state.mark(why)
+            self._feed(Completed(run.evaluation.id, why))
 
         first_failure(run.loaded.splits, run.env.markers, error, self._post, blame)
+
+    def _earlier(self, run: Run) -> Run | None:
+        """The evaluation that was submitted last before `run` on the same state and is still under way."""
+        if run.state is None:
+            return None
+        before = [r for i, r in self._runs.items() if r.state is run.state and i < run.evaluation.id]
+        return before[-1] if before else None
 
     def _resolve(self, instruction: Resolve) -> None:
         run = self._runs[instruction.evaluation]

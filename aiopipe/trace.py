@@ -19,15 +19,17 @@ from ._jax_cost import flops, nbytes_moved
 from ._jax_lift import Lifted, nested_consts
 from ._jax_source import is_library_function, source_line
 from ._jax_types import dtype_name, is_scalar, nbytes_of, spec_of
-from ._jaxpr import INLINED, EffectKind, Equation, FlatJaxpr, effect_kind, inner_jaxpr, make_jaxpr
+from ._jaxpr import INLINED, EffectKind, Equation, FlatJaxpr, copy_equation, effect_kind, inner_jaxpr, make_jaxpr
+from ._specs import check_new_state, state_specs
 from .errors import TraceError
-from .graph import Graph, GraphBuilder, Tensor
+from .graph import Graph, Tensor
+from .graph_builder import GraphBuilder
 
 __all__ = ["trace"]
 
 
-def trace(fn: Callable[..., Any], weights: Any, *inputs: Any, name: str | None = None) -> Graph:
-    """Trace ``fn(weights, *inputs)``; nothing is computed.
+def trace(fn: Callable[..., Any], weights: Any, *inputs: Any, state: Any = None, name: str | None = None) -> Graph:
+    """Trace ``fn(weights, *inputs)``, or ``fn(weights, state, *inputs)``; nothing is computed.
 
     Args:
         fn: a function that `jax.jit` could take. `jit`, `custom_jvp`, `custom_vjp` and `checkpoint`
@@ -37,6 +39,8 @@ def trace(fn: Callable[..., Any], weights: Any, *inputs: Any, name: str | None =
         weights: a pytree of what stays the same: arrays, scalars, keys, or `Tensor`s.
         inputs: pytrees of arrays, `jax.ShapeDtypeStruct`s, or scalars that show what each evaluation gives.
             Only their shapes and types count.
+        state: a `State`, or a pytree that shows one as `inputs` do: then `fn` takes it behind the weights
+            and returns ``(outputs, new_state)``, where `new_state` has the structure, shapes and types of `state`.
         name: of the graph; the function's own by default.
 
     Returns:
@@ -46,14 +50,17 @@ def trace(fn: Callable[..., Any], weights: Any, *inputs: Any, name: str | None =
 
     Raises:
         TensorError: a leaf is nothing that JAX computes with.
-        TraceError: the function has ordered effects or uses mutable references (`jax.new_ref`).
+        TraceError: the function has ordered effects or uses mutable references (`jax.new_ref`), or with
+            `state` returns something else than outputs and the new state.
     """
+    has_state = state is not None
     if name is None:
         bare = fn.func if isinstance(fn, functools.partial) else fn
         name = getattr(bare, "__name__", type(bare).__name__)
-    parameters = parameter_names(fn, len(inputs))
+    parameters = parameter_names(fn, len(inputs), before=2 if has_state else 1)
     input_leaves, input_tree = jax.tree_util.tree_flatten(inputs)
     weight_leaves, weight_tree = jax.tree_util.tree_flatten_with_path(weights)
+    state_leaves, state_tree = jax.tree_util.tree_flatten_with_path(state_specs(state))
     n_inputs = len(input_leaves)
     builder = GraphBuilder(name)
     examples: list[Any] = []
@@ -79,19 +86,31 @@ def trace(fn: Callable[..., Any], weights: Any, *inputs: Any, name: str | None =
         else:
             known[id(leaf)] = len(examples) - 1
         builder.weight(label, *_node_spec(spec), source=source, buffers=buffers)
+    n_before = len(examples)
+    for path, leaf in state_leaves:
+        label = path_name(path) or "state"
+        examples.append(spec_of(leaf, label))
+        builder.state(label, *_node_spec(examples[-1]))
 
     def call(*values: Any) -> Any:
-        given = jax.tree_util.tree_unflatten(weight_tree, values[n_inputs:])
-        return fn(given, *jax.tree_util.tree_unflatten(input_tree, values[:n_inputs]))
+        before = [jax.tree_util.tree_unflatten(weight_tree, values[n_inputs:n_before])]
+        if has_state:
+            before.append(jax.tree_util.tree_unflatten(state_tree, values[n_before:]))
+        return fn(*before, *jax.tree_util.tree_unflatten(input_tree, values[:n_inputs]))
 
     jaxpr, shapes = make_jaxpr(call, examples)
-    outputs = _Emitter(builder, len(examples), known).run(jaxpr)
-    output_paths, output_tree = jax.tree_util.tree_flatten_with_path(shapes)
+    if has_state:
+        check_new_state(name, shapes, state_tree, examples[n_before:])
+    emitter = _Emitter(builder, len(examples), known)
+    results = emitter.run(jaxpr, n_before)
+    outputs = results[: len(results) - len(state_leaves)]
+    output_paths, output_tree = jax.tree_util.tree_flatten_with_path(shapes[0] if has_state else shapes)
     return builder.build(
         outputs,
         output_names=["out"] if len(outputs) == 1 else [path_name(path) for path, _ in output_paths],
         flatten_inputs=flattener(name, parameters, checked, input_tree),
         unflatten_outputs=unflattener(output_tree),
+        new_state=results[len(outputs) :],
         config=config_snapshot(),
     )
 
@@ -131,9 +150,13 @@ class _Emitter:
         self.pending: list[_Pending] = []
         self.tensors: dict[int, int] = {}
 
-    def run(self, jaxpr: FlatJaxpr) -> list[int]:
-        """Emit the operations that the outputs need; return the tensor ids of the outputs."""
+    def run(self, jaxpr: FlatJaxpr, first_state: int) -> list[int]:
+        """Emit the operations that the outputs need; return the tensor ids of the outputs.
+
+        Leaves from `first_state` on are the state; the last outputs, one for each, are its new values.
+        """
         outs = self.walk(jaxpr, list(range(self.n_leaves)), None)
+        self.separate(jaxpr, outs, first_state)
         live = {v for v in outs if type(v) is int}
         kept: list[_Pending] = []
         for item in reversed(self.pending):
@@ -157,6 +180,29 @@ class _Emitter:
             else:
                 ids.append(self.tensors[out])
         return ids
+
+    def separate(self, jaxpr: FlatJaxpr, outs: list[Any], first_state: int) -> None:
+        """Copy where an output, or two leaves of the state, would share memory that the next evaluation takes over."""
+        n_outputs = len(outs) - (self.n_leaves - first_state)
+        taken: set[int] = set()
+        for i in range(n_outputs, len(outs)):
+            leaf = first_state + i - n_outputs
+            if outs[i] != leaf and (type(outs[i]) is not int or outs[i] < self.n_leaves or outs[i] in taken):
+                self.copy(jaxpr, outs, i)
+            elif outs[i] in self.consts:
+                self.copy(jaxpr, outs, i)
+            taken.add(outs[i])
+        for i in range(n_outputs):
+            if type(outs[i]) is int and (outs[i] in taken or first_state <= outs[i] < self.n_leaves):
+                self.copy(jaxpr, outs, i)
+
+    def copy(self, jaxpr: FlatJaxpr, outs: list[Any], i: int) -> None:
+        """Have result `i` be a copy."""
+        value = outs[i] if type(outs[i]) is int else self.number(np.asarray(outs[i].val, outs[i].aval.dtype))
+        made = range(self.n_values, self.n_values + 1)
+        self.n_values = made.stop
+        self.pending.append(_Pending(copy_equation(jaxpr.outvars[i].aval), [value], made, [], False, None))
+        outs[i] = made.start
 
     def walk(self, jaxpr: FlatJaxpr, args: Sequence[Any], source: str | None) -> list[Any]:
         """Queue the operations of a jaxpr, with what it calls inlined; return its results.

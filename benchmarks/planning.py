@@ -31,7 +31,8 @@ from _common import Check, finish, progress
 import aiopipe as ap
 from aiopipe.devices.base import Device
 from aiopipe.devices.sim import Cluster
-from aiopipe.graph import Graph, GraphBuilder
+from aiopipe.graph import Graph
+from aiopipe.graph_builder import GraphBuilder
 from aiopipe.sched.partition import partition
 from aiopipe.sched.plan import Plan, make_plan
 

@@ -23,7 +23,8 @@ from _common import Check, finish, progress
 
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster, sleep
-from aiopipe.graph import Graph, GraphBuilder
+from aiopipe.graph import Graph
+from aiopipe.graph_builder import GraphBuilder
 
 SPEC = ((4,), "float32", 16)
 SECOND = 2.0**-10

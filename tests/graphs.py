@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from aiopipe.devices.base import Device, DeviceProps, DeviceType
-from aiopipe.graph import Graph, GraphBuilder, Kind, Node
+from aiopipe.graph import Graph, Kind, Node
+from aiopipe.graph_builder import GraphBuilder
 from aiopipe.sched.assign import Assignment
 from aiopipe.sched.split import HOST, Split
 

@@ -13,7 +13,8 @@ import pytest
 
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster, HostOp, Record
-from aiopipe.graph import Graph, GraphBuilder, Op
+from aiopipe.graph import Graph, Op
+from aiopipe.graph_builder import GraphBuilder
 from aiopipe.loader import Loaded
 from aiopipe.sched.plan import Plan
 

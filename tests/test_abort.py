@@ -16,7 +16,7 @@ import pytest
 
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster, fail, sleep
-from aiopipe.graph import GraphBuilder
+from aiopipe.graph_builder import GraphBuilder
 from models import assert_close, batch, mlp, mlp_params, oracle
 from simgraphs import SPEC, array, assert_equal, chain, results_of, settled, step, unsplit
 

@@ -12,7 +12,7 @@ import pytest
 
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster, HostOp, fail, sleep
-from aiopipe.graph import GraphBuilder
+from aiopipe.graph_builder import GraphBuilder
 from simgraphs import SPEC, array, chain, unsplit
 
 

@@ -20,7 +20,8 @@ from aiopipe.backend import Executable
 from aiopipe.devices.base import Program
 from aiopipe.devices.sim import Cluster, fail
 from aiopipe.devices.xla import XlaBackend
-from aiopipe.graph import Graph, GraphBuilder
+from aiopipe.graph import Graph
+from aiopipe.graph_builder import GraphBuilder
 from models import assert_close, batch, mlp, mlp_params, oracle
 from simgraphs import SPEC, array, assert_equal, chain, random_dag, results_of, settled, step, unsplit
 

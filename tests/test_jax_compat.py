@@ -16,7 +16,8 @@ from aiopipe import _jax
 from aiopipe._jax_types import is_ref
 from aiopipe.devices.base import Program
 from aiopipe.errors import TensorError, TraceError
-from aiopipe.graph import Graph, GraphBuilder, Kind, Tensor
+from aiopipe.graph import Graph, Kind, Tensor
+from aiopipe.graph_builder import GraphBuilder
 from aiopipe.trace import trace
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)

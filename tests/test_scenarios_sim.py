@@ -14,7 +14,8 @@ import pytest
 
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster, HostOp, Record, fail, sleep
-from aiopipe.graph import Graph, GraphBuilder
+from aiopipe.graph import Graph
+from aiopipe.graph_builder import GraphBuilder
 from aiopipe.sched.state import RunState
 from simgraphs import (
     SPEC,

@@ -13,7 +13,7 @@ import aiopipe as ap
 from aiopipe.backend import Executable
 from aiopipe.devices.base import Program
 from aiopipe.devices.sim import Cluster, HostOp, sleep
-from aiopipe.graph import GraphBuilder
+from aiopipe.graph_builder import GraphBuilder
 from simgraphs import (
     SPEC,
     TOTAL,

@@ -17,7 +17,8 @@ from aiopipe.backend import InlineLane
 from aiopipe.devices.base import DeviceType, Program
 from aiopipe.devices.sim import Cluster, HostOp, SimValue, default_cluster, fail, open_sim, sleep
 from aiopipe.errors import AllocationError, BackendClosedError, BackendLostError, PlacementError, TensorError
-from aiopipe.graph import GraphBuilder, Op, Tensor
+from aiopipe.graph import Op, Tensor
+from aiopipe.graph_builder import GraphBuilder
 
 SHAPE, DTYPE, NBYTES = (4,), "float32", 16
 SPEC = (SHAPE, DTYPE, NBYTES)

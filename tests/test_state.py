@@ -184,6 +184,41 @@ def test_n_copies_must_be_positive() -> None:
         RunState(0)
 
 
+# Shared state ------------------------------------------------------------------------------------
+
+
+def test_who_shares_a_state_launches_when_the_one_before_will_launch_nothing_more() -> None:
+    state = RunState(4)
+    run(state, Submit(0, CHAIN, "a"), Submit(1, ONE, "a"), Submit(2, ONE, "b"), Submit(3, ONE, "a"))
+    assert run(state, Captured(1)) == []
+    assert run(state, Captured(2)) == [Launch(2, 0)]
+    assert run(state, Captured(0)) == [Launch(0, 0)]
+    assert run(state, Launched(0, 0)) == [Launch(0, 1)]
+    assert run(state, Launched(0, 1)) == [Launch(0, 2)]
+    assert run(state, Launched(0, 2)) == [Watch(0), Launch(1, 0)]  # 0 has not ended on its devices
+    assert run(state, Launched(1, 0)) == [Watch(1)]  # 3 is not captured yet
+    assert run(state, Captured(3)) == [Launch(3, 0)]
+
+
+def test_a_turn_is_passed_on_by_who_is_cancelled_or_fails() -> None:
+    state = RunState(2)
+    run(state, *(Submit(i, CHAIN, "a") for i in range(4)), Captured(0), Captured(1))
+    assert run(state, Cancel(2)) == [Resolve(2, Outcome.CANCELLED), Release(2, -1)]
+    assert run(state, Cancel(1)) == [Resolve(1, Outcome.CANCELLED), Watch(1)]
+    boom = RuntimeError("boom")
+    assert run(state, Failed(0, 0, boom)) == [Resolve(0, Outcome.FAILED, boom), Watch(0)]
+    assert run(state, Completed(1)) == [Release(1, 1)]
+    assert run(state, Completed(0)) == [Release(0, 0), Admit(3, 0)]
+    assert run(state, Captured(3)) == [Launch(3, 0)]
+
+
+def test_cancelled_while_it_launches_it_passes_its_turn_on_when_that_is_done() -> None:
+    state = RunState(2)
+    run(state, Submit(0, CHAIN, "a"), Submit(1, ONE, "a"), Captured(0), Captured(1))
+    assert run(state, Cancel(0)) == [Resolve(0, Outcome.CANCELLED)]
+    assert run(state, Launched(0, 0)) == [Watch(0), Launch(1, 0)]
+
+
 def step(state: RunState, rng: random.Random, open_answers: list[Stimulus], submitted: int) -> int:
     """One random stimulus: an answer that is due, a submission or a cancellation."""
     choice = rng.random()
@@ -191,7 +226,7 @@ def step(state: RunState, rng: random.Random, open_answers: list[Stimulus], subm
         stimulus = open_answers.pop(rng.randrange(len(open_answers)))
     elif choice < 0.85:
         depends = rng.choice([ONE, CHAIN, DIAMOND, ((), ()), ()])
-        stimulus, submitted = Submit(submitted, depends), submitted + 1
+        stimulus, submitted = Submit(submitted, depends, rng.choice([None, "a", "b"])), submitted + 1
     else:
         stimulus = Cancel(rng.randrange(max(submitted, 1)))
     answer(state, rng, stimulus, open_answers)

@@ -14,7 +14,8 @@ import pytest
 from jax.experimental import io_callback
 
 from aiopipe.errors import TensorError, TraceError
-from aiopipe.graph import Graph, GraphBuilder, Kind, Tensor
+from aiopipe.graph import Graph, Kind, Tensor
+from aiopipe.graph_builder import GraphBuilder
 from aiopipe.trace import trace
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)

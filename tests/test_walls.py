@@ -20,15 +20,17 @@ FOLDER = Path(__file__).resolve().parent.parent / PACKAGE
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "devices", "sched", "_threads"),
     ("graph", "events", "comparison", "lanes"),
-    ("devices.base", "evaluation", "queue", "_jax_source", "_jax_types"),
+    ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types"),
     ("_arguments", "buffer", "graph_plan", "_jax"),
-    ("_jaxpr", "tensor_range"),
+    ("_jaxpr", "_specs", "tensor_range"),
     ("_jax_cost", "_jax_lift", "sched.assign_check", "_jax_memory", "tensor_moves"),
     ("tensor_io",),
-    ("trace", "backend", "streaming", "devices.clock", "devices.simops", "sched.assign", "sched.partition"),
-    ("sched.order", "registry"),
-    ("lane_pool", "live_weights", "devices.xla", "devices.simvalue", "sched.split"),
-    ("statistics", "devices.simbackend", "sched.alloc", "sched.lower"),
+    ("trace", "backend", "streaming", "devices.clock", "devices.simops", "sched.decided", "sched.partition"),
+    ("registry", "state"),
+    ("lane_pool", "live_weights", "devices.xla", "devices.simvalue", "sched.assign"),
+    ("devices.simbackend", "sched.order"),
+    ("sched.split",),
+    ("statistics", "sched.alloc", "sched.lower"),
     ("sched.plan_text",),
     ("sched.plan_dot",),
     ("devices.sim", "sched.plan", "sched.state"),
@@ -39,6 +41,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("observe",),
     ("runner", "by_hand"),
     ("plans",),
+    ("states", "closing"),
     ("sched.scheduler",),
     ("placement", "timeline"),
     ("pipeline", "compare"),
@@ -51,17 +54,20 @@ ROW = {module: row for row, modules in enumerate(ROWS) for module in modules}
 CONCURRENCY = frozenset(
     "_thread anyio asyncio concurrent multiprocessing queue selectors signal socket subprocess threading".split()
 )
-TRACING = frozenset("_arguments _jax _jax_cost _jax_lift _jax_memory _jax_source _jax_types _jaxpr trace".split())
-PURE = TRACING | {"errors", "graph", "devices.base"}
+TRACING = frozenset(
+    "_arguments _jax _jax_cost _jax_lift _jax_memory _jax_source _jax_types _jaxpr _specs trace".split()
+)
+PURE = TRACING | {"errors", "graph", "graph_builder", "devices.base"}
 SCHEDULING = tuple(
-    "sched by_hand completion lane_pool loader observe plans run runner staging statistics streaming".split()
+    "sched by_hand closing completion lane_pool loader observe plans run runner staging states statistics "
+    "streaming".split()
 )
 IMPURE_SCHED = frozenset({"sched.scheduler"})
 
 # Only these know JAX, and only `_jax` what differs between its versions.
 JAX_PRIVATE = ("jax.extend", "jax._src", "jaxlib")
 JAX_PRIVATE_IN = frozenset({"_jax"})
-JAX_IN = TRACING | {"devices.xla", "placement", "pipeline"}
+JAX_IN = TRACING | {"devices.xla", "placement", "pipeline", "state", "states"}
 
 # `ml_dtypes` comes with JAX, which cannot do without it.
 CORE_DEPENDENCIES = frozenset({"anyio", "jax", "jaxlib", "ml_dtypes", "numpy"})

@@ -163,6 +163,11 @@ class XlaBackend(Backend):
         with _jax.wide_context((value,)):
             return jax.device_put(value, self.jax_device).block_until_ready()
 
+    def duplicate(self, value: Any, tensor: Tensor) -> Any:
+        """Copied on the device."""
+        self.check_open()
+        return _jax_memory.duplicate(value, self.jax_device)
+
     def transfer(self, values: Sequence[Any]) -> Sequence[Any]:
         """Views of ready values where memory is shared; else asynchronous copies."""
         out = list(values)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..devices.base import BufferType, Device, DeviceProps, DeviceType, MemoryStats
 from ..errors import AllocationError, PlacementError
-from ..graph import Graph
+from ..graph import Graph, Tensor
 from .split import HOST, Split
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "choose_buffer_types",
     "donations",
     "largest_n_copies",
+    "marker_of",
 ]
 
 
@@ -33,21 +34,29 @@ class BackendSize:
             handed over as a view counts like a copy. Inputs count where they are staged: on their
             first reader, if it reads host memory in place, else on the host CPU.
         temp_nbytes: the largest scratch that one of its executables needs (0 before compiling).
+        state_nbytes: one state's arrays (those of all states, for what a scheduler holds).
     """
 
     weights_nbytes: int = 0
     copy_nbytes: int = 0
     temp_nbytes: int = 0
+    state_nbytes: int = 0
+
+    @property
+    def fixed_nbytes(self) -> int:
+        """Bytes that do not depend on the number of slots."""
+        return self.weights_nbytes + self.state_nbytes + self.temp_nbytes
 
     def total(self, n_copies: int) -> int:
         """Bytes with `n_copies` slots."""
-        return self.weights_nbytes + n_copies * self.copy_nbytes + self.temp_nbytes
+        return self.fixed_nbytes + n_copies * self.copy_nbytes
 
 
 def donations(graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps]) -> tuple[tuple[int, ...], ...]:
     """For each split the positions of the inputs that its outputs may take over.
 
-    Only copies that the scheduler itself made from another backend, in the last split that reads
+    State, by its own next value, where no other split reads it. Copies that the scheduler itself made from
+    another backend, in the last split that reads
     them there, each matched with an output of its own shape and dtype. A user's input is never
     donated (it may be the user's own array), nor a value that may be a view of its producer's
     memory (`DeviceProps.view_nbytes`).
@@ -59,8 +68,16 @@ def donations(graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps
             last_reader[t, split.backend] = split.index
         copied.update((c.tensor, split.backend) for c in split.copies if c.src != HOST)
     tensors = graph.tensors
+    replaced = {leaf.id: new.id for leaf, new in zip(graph.state, graph.new_state, strict=True) if new is not leaf}
+    readers = Counter(t for split in splits for t in split.inputs if t in replaced)
     result: list[tuple[int, ...]] = []
     for split in splits:
+        made = set(split.outputs) if replaced else set()
+        state = [
+            position
+            for position, t in enumerate(split.inputs)
+            if t in replaced and readers[t] == 1 and replaced[t] in made
+        ]
         view_nbytes = props[split.backend].view_nbytes
         own = [
             position
@@ -70,10 +87,11 @@ def donations(graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps
             and tensors[t].nbytes > view_nbytes
         ]
         if not own:
-            result.append(())
+            result.append(tuple(state))
             continue
-        free = Counter((tensors[t].shape, tensors[t].dtype) for t in split.outputs)
-        donated = []
+        taken = {replaced[split.inputs[position]] for position in state}
+        free = Counter((tensors[t].shape, tensors[t].dtype) for t in split.outputs if t not in taken)
+        donated = state
         for position in own:
             tensor = tensors[split.inputs[position]]
             kind = (tensor.shape, tensor.dtype)
@@ -84,6 +102,15 @@ def donations(graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps
     return tuple(result)
 
 
+def marker_of(tensors: Sequence[Tensor], outputs: Sequence[int], new_state: Container[int]) -> int:
+    """Which of a split's outputs marks its end: the position of the smallest, or their number: a token behind them.
+
+    State does not mark anything: the next evaluation may take over its memory before anybody has looked.
+    """
+    sizes = [(tensors[t].nbytes, i) for i, t in enumerate(outputs) if t not in new_state]
+    return min(sizes)[1] if sizes else len(outputs)
+
+
 def backend_sizes(
     graph: Graph,
     splits: Sequence[Split],
@@ -91,6 +118,7 @@ def backend_sizes(
     *,
     weights: Sequence[frozenset[int]],
     donate: Sequence[tuple[int, ...]],
+    state_homes: Sequence[int] = (),
     memory: Sequence[MemoryStats] = (),
 ) -> tuple[BackendSize, ...]:
     """The size of a plan on each backend.
@@ -101,6 +129,7 @@ def backend_sizes(
         props: of each backend's device; the last is the host.
         weights: for each backend the ids of the weights that it holds.
         donate: from `donations`.
+        state_homes: for each leaf of the state the index of its backend.
         memory: for each split what its executable needs; empty before compiling.
     """
     temp = [0] * len(props)
@@ -109,8 +138,12 @@ def backend_sizes(
     held = _Held(graph, splits, props)
     for split, donated in zip(splits, donate, strict=True):
         held.launch(split, donated)
+    of_state = [0] * len(props)
+    for leaf, b in zip(graph.state, state_homes, strict=True):
+        of_state[b] += leaf.nbytes
     return tuple(
-        BackendSize(sum(graph.tensors[t].nbytes for t in weights[b]), held.peak[b], temp[b]) for b in range(len(props))
+        BackendSize(sum(graph.tensors[t].nbytes for t in weights[b]), held.peak[b], temp[b], of_state[b])
+        for b in range(len(props))
     )
 
 
@@ -127,7 +160,8 @@ class _Held:
         self.props = props
         self.now = [0] * len(props)
         self.made_by = graph.producers()
-        self.results = {t.id for t in graph.outputs}
+        self.results = {t.id for t in graph.kept}
+        self.new_state = {new.id: leaf.id for leaf, new in zip(graph.state, graph.new_state, strict=True)}
         self.last_use: dict[tuple[int, int], int] = {}  # (tensor, backend) -> the last split that reads it there
         self.alive: dict[tuple[int, int], int] = {}  # (tensor, backend) -> bytes
         first: dict[int, int] = {}  # input -> the backend that reads it first
@@ -171,9 +205,11 @@ class _Held:
         self.peak[here] = max(self.peak[here], self.now[here])
         for position in donated:
             self.now[here] -= alive.pop((split.inputs[position], here), 0)
-        for t in split.outputs:
-            self._add(t, here, tensors[t].nbytes)
-        marker = min(split.outputs, key=lambda t: tensors[t].nbytes, default=-1)
+        old = {split.inputs[position] for position in donated}
+        for t in split.outputs:  # state that takes over the memory of the state before it is counted with the states
+            self._add(t, here, 0 if self.new_state.get(t) in old else tensors[t].nbytes)
+        position = marker_of(tensors, split.outputs, self.new_state)
+        marker = -1 if position == len(split.outputs) else split.outputs[position]
         if marker < 0:
             self.now[here] += 1  # a token
         self.peak[here] = max(self.peak[here], self.now[here])
@@ -204,7 +240,9 @@ def check_memory(
         fits = largest_n_copies(sizes, limits, n_copies)
         todo = f"n_copies={fits} would fit" if fits >= 1 else "move weights to another device, or use smaller batches"
         raise AllocationError(
-            f"backend {name!r} needs {asked} bytes (weights {size.weights_nbytes}, temporaries {size.temp_nbytes}, "
+            f"backend {name!r} needs {asked} bytes (weights {size.weights_nbytes}, "
+            + (f"state {size.state_nbytes}, " if size.state_nbytes else "")
+            + f"temporaries {size.temp_nbytes}, "
             f"{n_copies} {'copy' if n_copies == 1 else 'copies'} of {size.copy_nbytes}), but may use {limit}: {todo}",
             backend=name,
             asked_nbytes=asked,
@@ -218,7 +256,7 @@ def largest_n_copies(sizes: Sequence[BackendSize], limits: Sequence[int | None],
     for size, limit in zip(sizes, limits, strict=True):
         if limit is None or size.total(at_most) <= limit:
             continue
-        room = limit - size.weights_nbytes - size.temp_nbytes
+        room = limit - size.fixed_nbytes
         at_most = max(0, min(at_most, room // size.copy_nbytes)) if size.copy_nbytes else 0
     return at_most
 

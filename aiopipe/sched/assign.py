@@ -9,7 +9,7 @@ straight to whoever reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,11 +17,11 @@ from ..devices.base import Device
 from ..errors import PlacementError
 from ..graph import Graph, Kind, Node
 from .assign_check import check_arguments
+from .decided import NONE, Decided
 
 __all__ = ["Assignment", "assign"]
 
 _WGT = tuple(f"1.wgt{i}" for i in range(16))  # made once: one string for each cause, not for each node
-_NONE = -1  # no backend yet, or: decides nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Assignment:
     """Where everything is, and why.
 
     Causes: ``usr`` pinned; ``part`` chosen by `partition`; ``1.vsrc`` a view beside its source;
-    ``1.inp`` an input, on the host; ``1.wgt`` a weight that a backend holds already;
+    ``1.inp`` an input, on the host; ``1.dst`` state where it is, and a node that makes its next value or
+    reads it; ``1.wgt`` a weight that a backend holds already;
     ``1.wgt<i>`` beside the weight that is operand i; ``1.off`` a large operation on a weight of the
     last backend, moved to an accelerator; ``2.1`` to ``2.4`` the expansions;
     ``3`` from the source, the consumer, or the first backend that can; ``3.best`` moved to the
@@ -65,6 +66,7 @@ def assign(
     *,
     weights: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     pins: Mapping[int, int] = MappingProxyType({}),
+    state: Mapping[int, int] = MappingProxyType({}),
     cut: Sequence[int] | None = None,
     op_offload: bool = False,
 ) -> Assignment:
@@ -77,6 +79,8 @@ def assign(
             several does not decide where its nodes run; one that is not here (or held by none) is
             put beside its first consumer.
         pins: tensor id -> backend that the user wants it on.
+        state: tensor id of a leaf of the state -> backend where it is. One that is not here goes where its
+            next value is made.
         cut: for each node the backend chosen by `partition`, in place of passes 1 and 2.
         op_offload: an operation whose weight is on the last backend goes to the first other one that
             has it and says that it is worth it (`Device.offload_op`); the weight is copied there once.
@@ -86,10 +90,11 @@ def assign(
     """
     if not devices:
         raise PlacementError("got no devices; expected at least one, the last of them a host CPU")
-    check_arguments(graph, devices, weights, pins, cut)
+    check_arguments(graph, devices, weights, {**pins, **state}, cut)
     placing = _Placing(graph, devices, op_offload)
     placing.take_weights(weights)
     placing.take_pins(pins)
+    placing.take_state({**{t.id: pins[t.id] for t in graph.state if t.id in pins}, **state})
     placing.trace_weights()
     if cut is not None:
         placing.take_cut(cut)
@@ -105,70 +110,8 @@ def assign(
     return Assignment(tuple(placing.backend), tuple(placing.cause), *leaves)
 
 
-class _Placing:
-    """The lists that the passes fill; every method is one pass."""
-
-    def __init__(self, graph: Graph, devices: Sequence[Device], op_offload: bool = False) -> None:
-        n_nodes, n_tensors = len(graph.nodes), len(graph.tensors)
-        self.graph = graph
-        self.devices = devices
-        self.last = len(devices) - 1
-        self.op_offload = op_offload
-        self.supports: list[Callable[[Node], bool]] = [device.supports_op for device in devices]
-        self.made_by = graph.producers()
-        self.is_view = [node.is_view for node in graph.nodes]
-        self.backend = [_NONE] * n_nodes
-        self.cause = [""] * n_nodes
-        self.lacking: set[int] = set()  # nodes whose weight, or cut, is on a backend that lacks their op
-        self.refused: set[int] = set()  # nodes that an expansion passed over because the backend lacks their op
-        self.floating: set[int] = set()  # nodes that nothing before them decides; they follow their consumer
-        self.leaf_backends: list[tuple[int, ...]] = [()] * n_tensors
-        self.leaf_cause = [""] * n_tensors
-        self.holder = [_NONE] * n_tensors  # backend of the weight that a tensor is, or comes from
-        self.replicas: dict[int, tuple[int, ...]] = {}  # the same where several hold it
-
-    # -- what the caller decided ---------------------------------------------------------------
-
-    def take_weights(self, weights: Mapping[int, tuple[int, ...]]) -> None:
-        """Weights stay where they are held."""
-        for tid, held in weights.items():
-            if held:
-                self.leaf_backends[tid] = held if len(held) == 1 else tuple(dict.fromkeys(held))
-                self.leaf_cause[tid] = "1.wgt"
-
-    def take_pins(self, pins: Mapping[int, int]) -> None:
-        """``usr``: a pin decides before everything else."""
-        for tid, backend in pins.items():
-            index = self.made_by[tid]
-            if index < 0:
-                self.leaf_backends[tid] = (backend,)
-                self.leaf_cause[tid] = "usr"
-                continue
-            node = self.graph.nodes[index]
-            if self.backend[index] not in (_NONE, backend):
-                raise PlacementError(
-                    f"{self.graph.tensors[tid].describe()} is pinned to {self._name(backend)}, another output of "
-                    f"{node.name} ({node.source}) to {self._name(self.backend[index])}: pin both to one backend"
-                )
-            if not self.supports[backend](node):
-                able = [self._name(b) for b, supports in enumerate(self.supports) if supports(node)]
-                raise PlacementError(
-                    f"{self.graph.tensors[tid].describe()} is pinned to {self._name(backend)}, which lacks the op "
-                    f"{node.op} of {node.name} ({node.source}); "
-                    + (f"pin it to {' or '.join(able)}" if able else "no other backend has it either")
-                )
-            self.backend[index] = backend
-            self.cause[index] = "usr"
-
-    def take_cut(self, cut: Sequence[int]) -> None:
-        """``part``: the backends that `partition` chose."""
-        for node, chosen in zip(self.graph.nodes, cut, strict=True):
-            i = node.index
-            if self.backend[i] < 0 and self.supports[chosen](node):
-                self.backend[i], self.cause[i] = chosen, "part"
-            elif self.backend[i] < 0:
-                self.lacking.add(i)
-        self.floating.clear()
+class _Placing(Decided):
+    """The passes; every method is one."""
 
     # -- pass 1 --------------------------------------------------------------------------------
 
@@ -184,7 +127,7 @@ class _Placing:
         for tid, tensor in enumerate(tensors):
             if tensor.kind is Kind.INPUT:
                 shows_input[tid] = 1
-            elif tensor.kind is not Kind.NODE:
+            elif tensor.kind is Kind.WEIGHT:
                 constant[tid] = 1
                 held = self.leaf_backends[tid]
                 if len(held) == 1:
@@ -210,7 +153,7 @@ class _Placing:
         real = [t for t in node.inputs if constant[t] == 1]
         decides, held = self.backend[node.index], None  # a pin
         if decides < 0:
-            decides = next((self.holder[t] for t in real if self.holder[t] >= 0), _NONE)
+            decides = next((self.holder[t] for t in real if self.holder[t] >= 0), NONE)
             held = next((self.replicas[t] for t in real if t in self.replicas), None)
         for out in node.outputs:
             constant[out] = 1 if real else 2
@@ -232,7 +175,7 @@ class _Placing:
                 source = self.made_by[inputs[0]]
                 wanted, why = backend[source] if source >= 0 else holder[inputs[0]], "1.vsrc"
             else:
-                wanted, why = _NONE, ""
+                wanted, why = NONE, ""
                 for position, t in enumerate(inputs):
                     if holder[t] >= 0:
                         wanted, why = holder[t], _WGT[position] if position < len(_WGT) else f"1.wgt{position}"
@@ -262,17 +205,17 @@ class _Placing:
         up = down[::-1]
         self._spread(down, "2.2", stop_at=self.last)
         self._spread(up, "2.1", stop_at=self.last)
-        self._spread(down, "2.4", stop_at=_NONE)
-        self._spread(up, "2.3", stop_at=_NONE)
+        self._spread(down, "2.4", stop_at=NONE)
+        self._spread(up, "2.3", stop_at=NONE)
 
     def _spread(self, order: list[int], why: str, *, stop_at: int) -> None:
         """Carry the newest backend along `order`; a node on `stop_at` clears the carry."""
         backend, cause, supports, nodes = self.backend, self.cause, self.supports, self.graph.nodes
-        carried = _NONE
+        carried = NONE
         for i in order:
             here = backend[i]
             if here >= 0:
-                carried = _NONE if here == stop_at else here
+                carried = NONE if here == stop_at else here
             elif carried >= 0:
                 if supports[carried](nodes[i]):
                     backend[i], cause[i] = carried, why
@@ -306,7 +249,7 @@ class _Placing:
                     backend[i], cause[i] = better, "3.upg"
             if backend[i] >= 0 or i in self.floating:
                 continue
-            source = self.made_by[node.inputs[0]] if self.is_view[i] else _NONE
+            source = self.made_by[node.inputs[0]] if self.is_view[i] else NONE
             if source >= 0 and self.supports[backend[source]](node):
                 backend[i], cause[i] = backend[source], "3"
                 continue
@@ -316,14 +259,14 @@ class _Placing:
 
     def _where_operands_are(self, node: Node) -> int:
         """The one backend where all operands are that have a place, or -1."""
-        found = _NONE
+        found = NONE
         for t in node.inputs:
             source = self.made_by[t]
             held = self.leaf_backends[t] if source < 0 else (self.backend[source],)
             if not held or held[0] < 0 or len(held) > 1:
                 continue
             if found >= 0 and held[0] != found:
-                return _NONE
+                return NONE
             found = held[0]
         return found
 
@@ -333,7 +276,7 @@ class _Placing:
         for node in reversed(self.graph.nodes) if self.floating else ():
             i = node.index
             if i in self.floating:
-                self._land(node, consumer.get(i, _NONE))
+                self._land(node, consumer.get(i, NONE))
             for t in node.inputs:
                 source = self.made_by[t]
                 if source in self.floating:
@@ -353,8 +296,12 @@ class _Placing:
         self.cause[i] = "3" if consumer < 0 and self.backend[i] == 0 else "3.best"
 
     def place_leaves(self) -> None:
-        """``1.inp`` for inputs; weights that nobody holds go beside their first consumer (``3``)."""
+        """``1.inp`` for inputs; weights that nobody holds go beside their first consumer, state its maker (``3``)."""
         places = [(b,) for b in range(len(self.devices))]
+        for leaf, new in zip(self.graph.state, self.graph.new_state, strict=True):
+            if not self.leaf_backends[leaf.id] and self.made_by[new.id] >= 0:
+                self.leaf_backends[leaf.id] = places[self.backend[self.made_by[new.id]]]
+                self.leaf_cause[leaf.id] = "3"
         for node in self.graph.nodes:
             here = places[self.backend[node.index]]
             for t in node.inputs:
@@ -376,9 +323,6 @@ class _Placing:
             f"no backend has the op {node.op} of {node.name} ({node.source}), which makes {made}; asked "
             f"{', '.join(self._name(b) for b in range(len(self.devices)))}: add a device that has it"
         )
-
-    def _name(self, backend: int) -> str:
-        return f"{self.devices[backend].name!r}"
 
 
 def _maker(graph: Graph, tensor: int) -> Node | None:

@@ -91,7 +91,7 @@ def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
             for position, slot in split.feeds:
                 operands[position] = slots[slot]
             results = split.call(*operands)
-            for slot, value in zip(split.outputs, results, strict=False):  # a token has no slot
+            for slot, value in zip(split.outputs, results, strict=False):  # a token, behind them, has no slot
                 slots[slot] = value
             marker = markers[split.index] = results[split.marker]
             split.backend.launched(marker)

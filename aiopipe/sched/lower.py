@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
 
 from ..devices.base import Program
-from ..graph import Graph
+from ..graph import Graph, Kind, Node, Tensor
 from .split import Split
 
 __all__ = ["lower"]
@@ -21,26 +24,44 @@ def lower(graph: Graph, splits: Sequence[Split], donate: Sequence[tuple[int, ...
 
     Returns:
         Programs; two splits that compute the same function of the same types have programs
-        with equal keys, so that a device compiles them once.
+        with equal keys, so that a device compiles them once. One that makes nothing but state
+        returns a token behind it, as something to wait for (`alloc.marker_of`).
     """
     programs = []
     tensors = graph.tensors
+    new_state = {t.id for t in graph.new_state}
     keys: dict[Hashable, Hashable] = {}  # equal layers share one key, which may be as long as the layer
     for split, donated in zip(splits, donate, strict=True):
         nodes = tuple(graph.nodes[i] for i in split.nodes)
-        key = _key(graph, split, donated)
+        outputs = tuple(tensors[t] for t in split.outputs)
+        token = bool(outputs) and new_state.issuperset(split.outputs)
+        key = (_key(graph, split, donated), token)
         programs.append(
             Program(
                 name=f"{graph.name}_{nodes[0].op}_{split.index}",
-                nodes=nodes,
+                nodes=(*nodes, _TOKEN) if token else nodes,
                 inputs=tuple(tensors[t] for t in split.inputs),
-                outputs=tuple(tensors[t] for t in split.outputs),
+                outputs=(*outputs, _TOKEN_TENSOR) if token else outputs,
                 donate=donated,
                 config=graph.config,
                 key=keys.setdefault(key, key),
             )
         )
     return tuple(programs)
+
+
+class _Token:
+    """The `Op` that makes something to wait for."""
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        return (np.zeros((), np.bool_),)
+
+    def signature(self) -> Hashable:
+        return "token"
+
+
+_TOKEN_TENSOR = Tensor(-1, "token", (), "bool", Kind.NODE, 1)
+_TOKEN = Node(-1, "full", (), (-1,), _Token(), "the end of a split")
 
 
 def _key(graph: Graph, split: Split, donated: tuple[int, ...]) -> Hashable:

@@ -40,7 +40,7 @@ class Partition:
 
     Attributes:
         node_backend: for each node the index of its device; `assign` takes it as `cut`.
-        weights: tensor id of each weight that is read -> the devices that read it, ascending.
+        weights: tensor id of each weight (and state) that is read -> the devices that read it, ascending.
         seconds: for each device the estimated time of its nodes.
         weight_nbytes: for each device the bytes of the weights that it reads.
     """
@@ -217,10 +217,10 @@ class _Work:
 
 
 class _Reads:
-    """Which weights are read where: one entry for each read, ascending by position."""
+    """Which weights (and state, which needs room as they do) are read where: one entry for each read, ascending."""
 
     def __init__(self, graph: Graph, order: _Ints) -> None:
-        is_weight = bytearray(tensor.kind is Kind.WEIGHT for tensor in graph.tensors)
+        is_weight = bytearray(tensor.kind in (Kind.WEIGHT, Kind.STATE) for tensor in graph.tensors)
         at: list[int] = []
         weight: list[int] = []
         for position, i in enumerate(order.tolist()):

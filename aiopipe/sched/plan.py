@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ..devices.base import Device, Program
 from ..graph import Graph, Kind
-from .alloc import BackendSize, backend_sizes, donations
+from .alloc import BackendSize, backend_sizes, donations, marker_of
 from .assign import Assignment, assign
 from .lower import lower
 from .plan_dot import plan_dot
@@ -34,8 +34,8 @@ class LaunchList:
         moves: (slot to read, slot to fill) of the values to bring to this backend first.
         outputs: slots of the results, in order.
         frees: slots whose value nobody needs after this split, if splits are launched in order.
-        marker: which of its results shows that the split is done: the smallest, kept until the
-            evaluation ends. 0 also for a split that returns nothing but a token.
+        marker: which of its results shows that the split is done, kept until the evaluation ends:
+            the smallest that is no state; or the token behind them.
     """
 
     weights: tuple[tuple[int, int], ...]
@@ -75,6 +75,9 @@ class Plan:
         used_inputs: positions in `graph.inputs` that are captured, in environment order.
         n_slots: length of an evaluation's environment.
         results: for each output ``("env", slot)``, ``("input", slot)`` or ``("weight", tensor id)``.
+        state: for each leaf of the state that is read or replaced (its position, the slot that it is read
+            from, the slot of its next value), -1 where there is none.
+        state_homes: for each leaf of the state the index of its backend.
         sinks: splits whose end means that every split has ended.
         weights: for each backend the ids of the weights that its splits read, or that the graph returns.
         sizes: bytes for each backend, without the compilers' temporaries.
@@ -92,6 +95,8 @@ class Plan:
     sinks: tuple[int, ...]
     weights: tuple[frozenset[int], ...] = field(repr=False)
     sizes: tuple[BackendSize, ...]
+    state: tuple[tuple[int, int, int], ...] = ()
+    state_homes: tuple[int, ...] = ()
 
     @property
     def n_splits(self) -> int:
@@ -134,6 +139,7 @@ def make_plan(
     *,
     weights: Mapping[int, tuple[int, ...]] | None = None,
     pins: Mapping[int, int] | None = None,
+    state: Mapping[int, int] | None = None,
     cut: Sequence[int] | None = None,
     op_offload: bool = False,
 ) -> Plan:
@@ -144,13 +150,17 @@ def make_plan(
         devices: in order of priority; the last is a host CPU.
         weights: tensor id -> indices of the devices that already hold that weight.
         pins: tensor id -> index of the device that the user wants it on.
+        state: tensor id -> index of the device where that leaf of the state is.
         cut: for each node the index of the device that `partition` chose.
         op_offload: large operations on weights of the last device may run on another one (``1.off``).
 
     Raises:
         PlacementError: no device can run some op, or a pin asks for one that cannot.
     """
-    assignment = assign(graph, devices, weights=weights or {}, pins=pins or {}, cut=cut, op_offload=op_offload)
+    held_already, pinned, kept = weights or {}, pins or {}, state or {}
+    assignment = assign(
+        graph, devices, weights=held_already, pins=pinned, state=kept, cut=cut, op_offload=op_offload
+    )
     splits = split_graph(graph, assignment)
     props = [device.props for device in devices]
     donated = donations(graph, splits, props)
@@ -162,7 +172,8 @@ def make_plan(
         if tensor.kind is Kind.WEIGHT and not any(tensor.id in h for h in held):
             held[assignment.leaf_backends[tensor.id][0]].add(tensor.id)
     frozen = tuple(frozenset(h) for h in held)
-    feed = _Feed(graph, splits, assignment)
+    homes = tuple(assignment.leaf_backends[leaf.id][0] for leaf in graph.state)
+    feed = _Feed(graph, splits, assignment, homes)
     return Plan(
         graph=graph,
         devices=tuple(devices),
@@ -175,7 +186,9 @@ def make_plan(
         results=tuple(feed.results),
         sinks=_sinks(splits),
         weights=frozen,
-        sizes=backend_sizes(graph, splits, props, weights=frozen, donate=donated),
+        sizes=backend_sizes(graph, splits, props, weights=frozen, donate=donated, state_homes=homes),
+        state=tuple(feed.state),
+        state_homes=homes,
     )
 
 
@@ -187,8 +200,12 @@ def _sinks(splits: Sequence[Split]) -> tuple[int, ...]:
 class _Feed:
     """Numbers the environment's slots and writes the launch lists."""
 
-    def __init__(self, graph: Graph, splits: Sequence[Split], assignment: Assignment) -> None:
+    def __init__(
+        self, graph: Graph, splits: Sequence[Split], assignment: Assignment, homes: Sequence[int]
+    ) -> None:
         self.graph = graph
+        self.new_state = frozenset(t.id for t in graph.new_state)
+        self.state: list[tuple[int, int, int]] = []
         self.launch_lists: list[LaunchList] = []
         self.used_inputs: list[int] = []
         self.results: list[tuple[str, int]] = []
@@ -196,8 +213,10 @@ class _Feed:
         self._host: dict[int, int] = {}  # input tensor -> slot of its captured value
         self._slots: dict[tuple[int, int], int] = {}  # (tensor, backend) -> slot
         self._number_inputs(splits)
+        self._number_state(splits, homes)
         drafts = [self._draft(split) for split in splits]
         self._collect_results(assignment)
+        self._collect_state(assignment, homes)
         self._finish(drafts)
 
     def _number_inputs(self, splits: Sequence[Split]) -> None:
@@ -207,6 +226,23 @@ class _Feed:
             if tensor.id in read:
                 self._host[tensor.id] = self._new_slot()
                 self.used_inputs.append(position)
+
+    def _number_state(self, splits: Sequence[Split], homes: Sequence[int]) -> None:
+        read = {t for split in splits for t in split.inputs} if homes else set()
+        for leaf, home in zip(self.graph.state, homes, strict=True):
+            if leaf.id in read:
+                self._slots[leaf.id, home] = self._new_slot()
+
+    def _collect_state(self, assignment: Assignment, homes: Sequence[int]) -> None:
+        made_by = self.graph.producers() if homes else []
+        for position, (leaf, new, home) in enumerate(
+            zip(self.graph.state, self.graph.new_state, homes, strict=True)
+        ):
+            enter, leave = self._slots.get((leaf.id, home), -1), -1
+            if new is not leaf:
+                leave = self._slots[new.id, assignment.node_backend[made_by[new.id]]]
+            if enter >= 0 or leave >= 0:
+                self.state.append((position, enter, leave))
 
     def _new_slot(self) -> int:
         self.n_slots += 1
@@ -228,8 +264,7 @@ class _Feed:
         for t in split.outputs:
             slot = self._slots[t, split.backend] = self._new_slot()
             outputs.append(slot)
-        sizes = [self.graph.tensors[t].nbytes for t in split.outputs]
-        marker = sizes.index(min(sizes)) if sizes else 0
+        marker = marker_of(self.graph.tensors, split.outputs, self.new_state)
         return LaunchList(tuple(weights), tuple(gather), tuple(moves), tuple(outputs), (), marker)
 
     def _collect_results(self, assignment: Assignment) -> None:
@@ -246,6 +281,7 @@ class _Feed:
     def _finish(self, drafts: Sequence[LaunchList]) -> None:
         """Let each slot go after its last use: backwards, where a slot that was not seen yet is used last."""
         used_later = {slot for kind, slot in self.results if kind != "weight"}
+        used_later.update(leave for _, _, leave in self.state)
         for draft in reversed(drafts):
             touched = [*draft.outputs, *(slot for _, slot in draft.gather), *(s for move in draft.moves for s in move)]
             frees = tuple(slot for slot in dict.fromkeys(touched) if slot not in used_later)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
-import anyio
 import numpy as np
 
-from .._threads import closing_s, in_thread
+from .._threads import closing_s
 from ..backend import Backend
 from ..by_hand import ByHand
+from ..closing import Closing
 from ..devices.base import BufferType
 from ..errors import PlacementError, ReplanError
 from ..evaluation import Evaluation
@@ -21,6 +21,8 @@ from ..observe import EvalCallback, Pieces
 from ..plans import Plans
 from ..registry import with_host
 from ..runner import Runner
+from ..state import State, check_state
+from ..states import States
 from ..statistics import BusyClock, Statistics
 from ..streaming import stream_in_order
 from .alloc import choose_buffer_types
@@ -88,10 +90,12 @@ class Scheduler:
             auto=auto,
             op_offload=op_offload,
         )
+        self._states = States(self.backends, self.memory_limits, self._plans, self._runner)
+        self._plans.state_nbytes = self._states.nbytes
         self._by_hand = ByHand(self.backends)
         self._forbid_replan = forbid_replan
         self._last_n_splits = 0
-        self._closing: asyncio.Task[None] | None = None
+        self._closing = Closing(self._runner, self._plans, self._opened, self._let_go)
 
     @property
     def n_copies(self) -> int:
@@ -111,7 +115,7 @@ class Scheduler:
     def buffer_size(self, backend: Backend | str) -> int:
         """Bytes that the loaded plans need on a backend.
 
-        Every weight once; the largest scratch; and `n_copies` times what an evaluation of the
+        Every weight once; all states; the largest scratch; and `n_copies` times what an evaluation of the
         largest of the plans holds there, for no more are in flight.
         """
         return self._plans.sizes()[self._index(backend)].total(self.n_copies)
@@ -136,11 +140,7 @@ class Scheduler:
         if pinned is not None:
             return self.backends[pinned]
         plan = self._plans.plan_of(graph)
-        if plan is None:
-            return None
-        assignment = plan.assignment
-        made_by = graph.producers()[tensor.id]
-        held = assignment.leaf_backends[tensor.id] if made_by < 0 else (assignment.node_backend[made_by],)
+        held = () if plan is None else plan.assignment.backends_of(graph, tensor.id)
         return self.backends[held[0]] if held else None
 
     def set_cut(self, graph: Graph, node_backend: Sequence[int]) -> None:
@@ -253,45 +253,60 @@ class Scheduler:
         """Raise `AllocationError` if a graph cannot fit; compiles and uploads nothing."""
         await self._plans.check_fit(graph)
 
-    async def graph_compute_async(self, graph: Graph, *inputs: Any) -> Evaluation:
+    async def graph_compute_async(self, graph: Graph, *inputs: Any, state: State | None = None) -> Evaluation:
         """Submit an evaluation; wait only until a slot is free and the inputs are captured.
 
         After it returns, the caller may change every NumPy input. The first evaluation of a graph
         also plans, compiles and loads it, off the event loop. Without inputs, it takes those that
         `tensor_set` has set.
 
+        Args:
+            graph: from `trace`.
+            inputs: what the traced function takes behind the weights (and the state).
+            state: what the evaluation reads and replaces, for a graph that was traced with one. Evaluations
+                that share a state run in the order in which they are submitted.
+
         Raises:
+            StateError: the state is marked, freed, another scheduler's, or not of the graph's types.
+            AllocationError: there is no room for a new graph or a new state.
             TensorError: an input does not fit, or is not set.
             ReplanError: it would have to be planned, and ``forbid_replan`` is on.
             BackendClosedError: the scheduler is closed.
             WrongLoopError: it belongs to another event loop.
         """
         if inputs or not graph.inputs:
-            return await self.submit(graph, graph.flatten_inputs(inputs))
+            return await self.submit(graph, graph.flatten_inputs(inputs), state)
         values = self._by_hand.inputs_of(graph)
         kept: dict[int, Any] = {}
-        evaluation = await self._runner.submit((await self._loaded(graph)).keeping(kept), values)
+        loaded = await self._loaded_for(graph, state)
+        evaluation = await self._runner.submit(loaded.keeping(kept), values, state)
         self._by_hand.ran(graph, evaluation, kept)
         return evaluation
 
-    async def submit(self, graph: Graph, values: Sequence[Any]) -> Evaluation:
+    async def submit(self, graph: Graph, values: Sequence[Any], state: State | None = None) -> Evaluation:
         """`graph_compute_async` for inputs that went through `graph.flatten_inputs` already."""
         loaded = self._plans.get(graph)
-        if loaded is None:
-            loaded = await self._loaded(graph)
-        return await self._runner.submit(loaded, values)
+        if loaded is None or state is not None or graph.state:
+            loaded = await self._loaded_for(graph, state)
+        return await self._runner.submit(loaded, values, state)
 
-    async def graph_compute(self, graph: Graph, *inputs: Any) -> Any:
+    async def graph_compute(self, graph: Graph, *inputs: Any, state: State | None = None) -> Any:
         """Evaluate a graph and wait for the result."""
-        return await (await self.graph_compute_async(graph, *inputs))
+        return await (await self.graph_compute_async(graph, *inputs, state=state))
 
     async def synchronize(self) -> None:
         """Wait until everything that was submitted so far has finished on its devices."""
         await self._runner.synchronize()
 
-    def stream(self, graph: Graph, batches: Iterable[Any] | AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
-        """Evaluate every batch (a tuple is several inputs); yield the results in order."""
-        return stream_in_order(lambda inputs: self.graph_compute_async(graph, *inputs), batches, self.n_copies)
+    def stream(
+        self, graph: Graph, batches: Iterable[Any] | AsyncIterable[Any], *, state: State | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """Evaluate every batch (a tuple is several inputs); yield the results in order.
+
+        With a `state`, every batch goes on from what the one before left.
+        """
+        submit = partial(self.graph_compute_async, graph, state=state)
+        return stream_in_order(lambda inputs: submit(*inputs), batches, self.n_copies)
 
     def statistics(self) -> Statistics:
         """What has been done since the scheduler was made."""
@@ -328,34 +343,11 @@ class Scheduler:
             timeout_s: after this long, cancel what has not finished; after as long again, leave
                 threads alone that a device still holds up, with a `ResourceWarning`.
         """
-        self._runner.closed = True
-        if self._closing is None:
-            self._plans.cancel()
-            self._closing = asyncio.get_running_loop().create_task(self._close(timeout_s), name="aiopipe close")
-        if cancel:
-            self._runner.cancel_all()
-        cancelled: asyncio.CancelledError | None = None
-        while not self._closing.done():  # threads and arrays must not outlive a cancelled caller
-            try:
-                await asyncio.shield(self._closing)
-            except asyncio.CancelledError as error:
-                cancelled = error
-                self._runner.cancel_all()
-        if cancelled is not None:
-            raise cancelled
-        self._closing.result()
+        await self._closing.close(cancel=cancel, timeout_s=timeout_s)
 
-    async def _close(self, timeout_s: float | None) -> None:
-        """In a task of its own: cancelling whoever waits for it does not break it off."""
-        with anyio.move_on_after(timeout_s):
-            await self.synchronize()
-        self._runner.cancel_all()
-        await self._runner.end_observing(timeout_s)
-        await in_thread(lambda: self._runner.lanes.close(timeout_s), "close")
-        with anyio.move_on_after(timeout_s):
-            for backend in self._opened:
-                await backend.aclose()
+    def _let_go(self) -> None:
         self.reset()
+        self._states.end()
 
     async def __aenter__(self) -> Scheduler:
         self._runner.enter()
@@ -373,13 +365,28 @@ class Scheduler:
 
     async def _loaded(self, graph: Graph) -> Loaded:
         """A graph's plan for an evaluation."""
+        self._forbid(graph)
+        return self._plans.get(graph) or await self._load(graph)
+
+    def _forbid(self, graph: Graph) -> None:
         if self._forbid_replan and not self._plans.is_planned(graph):
             shapes = ", ".join(tensor.describe() for tensor in graph.inputs)
             raise ReplanError(
                 f"graph {graph.name!r} for ({shapes}) would have to be planned, which forbid_replan=True does not "
                 "allow: call `await scheduler.alloc_graph(graph)` (or `reserve`) first, again after its pins change"
             )
-        return self._plans.get(graph) or await self._load(graph)
+
+    async def _loaded_for(self, graph: Graph, state: State | None) -> Loaded:
+        """A graph's plan for an evaluation that uses a state, whose arrays are where the plan wants them."""
+        check_state(graph, state)
+        if state is None:
+            return await self._loaded(graph)
+        loaded = self._plans.get(graph)
+        if loaded is None or not self._states.fits(state, loaded):
+            self._forbid(graph)
+            loaded = await self._states.prepare(state, graph)
+            self._last_n_splits = loaded.plan.n_splits
+        return loaded
 
     async def _load(self, graph: Graph) -> Loaded:
         loaded = await self._plans.load(graph)

@@ -11,7 +11,7 @@ changes. Here three passes do it, each a walk over the graph, and none touches t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..graph import Graph, Kind, Node
@@ -50,10 +50,12 @@ class Split:
         index: position among the splits; each backend runs its splits in this order.
         backend: index of the backend.
         nodes: indices of the nodes, in execution order, which is ascending.
-        inputs: ids of the tensors that it reads from outside (weights, graph inputs, other
-            splits' outputs), in order of first use, without duplicates.
-        outputs: ids of the tensors made here that another split or the caller needs, ascending;
-            empty only where nothing but an effect is wanted.
+        inputs: ids of the tensors that it reads from outside (weights, graph inputs, state, other
+            splits' outputs), without duplicates: state that is replaced here first, the rest in order of
+            first use.
+        outputs: ids of the tensors made here that another split or the caller needs: the next values of
+            that state in the same order, so that each takes over the memory of its own, then the rest,
+            ascending. Empty only where nothing but an effect is wanted.
         copies: those inputs that it brings to its backend, being the first there to read them.
         depends: indices of the earlier splits whose values or copies it uses, ascending.
         recomputed: indices of the nodes that are repeated here instead of being received.
@@ -86,9 +88,10 @@ def split_graph(graph: Graph, assignment: Assignment) -> tuple[Split, ...]:
     """
     made_by = graph.producers()
     constant = _constant(graph, made_by)
+    homes = {t.id: assignment.leaf_backends[t.id][0] for t in graph.state}
     wanted = _wanted(graph, assignment, made_by, constant)
     runs = make_runs(graph, assignment, made_by, wanted.at_home, wanted.repeated)
-    return _build(graph, runs, in_rounds(graph, runs))
+    return _build(graph, runs, in_rounds(graph, runs), homes)
 
 
 def _constant(graph: Graph, made_by: Sequence[int]) -> bytearray:
@@ -152,7 +155,7 @@ def _demand(
     """
     wanted = _Wanted(bytearray(len(graph.nodes)))
     at_home, abroad = wanted.at_home, wanted.abroad
-    for tensor in graph.outputs:
+    for tensor in graph.kept:
         if made_by[tensor.id] >= 0:
             at_home[made_by[tensor.id]] = 2
     for node in reversed(graph.nodes):
@@ -232,8 +235,8 @@ def _worth_repeating(
 # -- build -----------------------------------------------------------------------------------------
 
 
-def _build(graph: Graph, runs: Runs, rounds: list[list[int]]) -> tuple[Split, ...]:
-    """Make the splits: who reads, brings and hands on what."""
+def _build(graph: Graph, runs: Runs, rounds: list[list[int]], homes: Mapping[int, int]) -> tuple[Split, ...]:
+    """Make the splits: who reads, brings and hands on what. `homes` are the backends of the state."""
     tensors, nodes, backends = graph.tensors, graph.nodes, runs.backend
     split_of = [-1] * (len(runs.node) + 1)
     for index, members in enumerate(rounds):
@@ -260,13 +263,16 @@ def _build(graph: Graph, runs: Runs, rounds: list[list[int]]) -> tuple[Split, ..
                 inputs.append(t)
                 if source < 0 and tensors[t].kind is Kind.WEIGHT:
                     continue
+                if source < 0 and homes.get(t) == backend:
+                    continue
                 if source < 0 or backends[source] != backend:
                     place = t * stride + backend
                     if place in brought:
                         depends.add(brought[place])
                         continue
                     brought[place] = index
-                    copies.append(Copy(t, HOST if source < 0 else backends[source], tensors[t].nbytes))
+                    src = backends[source] if source >= 0 else homes.get(t, HOST)
+                    copies.append(Copy(t, src, tensors[t].nbytes))
                 if source >= 0:
                     depends.add(split_of[source])
                     handed_on.add(t * stride + backends[source])
@@ -277,16 +283,35 @@ def _build(graph: Graph, runs: Runs, rounds: list[list[int]]) -> tuple[Split, ..
         here = [runs.node[run] for run in members]
         leaving = [t for i in here for t in nodes[i].outputs if t * stride + backend in handed_on]
         again = [runs.node[run] for run in members if runs.again[run]]
+        if homes:
+            entering, leaving = _state_first(graph, entering, sorted(leaving))
+        else:
+            leaving.sort()
         splits.append(
-            Split(index, backend, tuple(here), entering, tuple(sorted(leaving)), copied, before, tuple(again))
+            Split(index, backend, tuple(here), entering, tuple(leaving), copied, before, tuple(again))
         )
     return tuple(splits)
 
 
+def _state_first(graph: Graph, entering: Sequence[int], leaving: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
+    """State that a split replaces, in the same order among its inputs and its outputs, before the rest.
+
+    JAX matches donated operands with results of their type one after the other.
+    """
+    reads, makes = set(entering), set(leaving)
+    pairs = [
+        (leaf.id, new.id)
+        for leaf, new in zip(graph.state, graph.new_state, strict=True)
+        if leaf.id in reads and new.id in makes
+    ]
+    old, new = dict(pairs), {made for _, made in pairs}
+    return (*old, *(t for t in entering if t not in old)), [*old.values(), *(t for t in leaving if t not in new)]
+
+
 def _results(graph: Graph, runs: Runs) -> set[int]:
-    """The graph's outputs, as tensor and backend: they leave the split that makes them at home."""
+    """The graph's outputs and new state, as tensor and backend: they leave the split that makes them at home."""
     stride = max(runs.backend, default=0) + 1
-    made = {tensor.id for tensor in graph.outputs if tensor.kind is Kind.NODE}
+    made = {tensor.id for tensor in graph.kept if tensor.kind is Kind.NODE}
     return {
         t * stride + backend
         for i, backend, again in zip(runs.node, runs.backend, runs.again, strict=True)

@@ -11,13 +11,16 @@ Life of an evaluation::
 A cancelled, failed or aborted evaluation launches nothing more and goes to DRAINING as soon as no launch
 is under way: launched work cannot be recalled, so its slot comes back only when the devices are
 done with it, exactly once.
+
+Evaluations that share a state take turns: one launches when those before it will launch nothing more.
+They need not have ended, for the devices keep the order of what has been launched.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,10 +63,14 @@ class Outcome(enum.Enum):
 
 
 class Submit(NamedTuple):
-    """A caller asks for an evaluation; `depends[i]` are the segments that segment i comes after."""
+    """A caller asks for an evaluation; `depends[i]` are the segments that segment i comes after.
+
+    Evaluations with equal `state` launch in the order in which they are submitted.
+    """
 
     evaluation: int
     depends: Sequence[tuple[int, ...]]
+    state: Hashable = None
 
 
 class Captured(NamedTuple):
@@ -149,6 +156,7 @@ Instruction = Admit | Launch | Watch | Resolve | Release
 class _Run:
     id: int
     depends: Sequence[tuple[int, ...]]
+    state: Hashable = None
     phase: Phase = Phase.WAITING
     copy_id: int = -1
     outcome: Outcome | None = None
@@ -175,6 +183,7 @@ class RunState:
         self._runs: dict[int, _Run] = {}
         self._waiting: OrderedDict[int, _Run] = OrderedDict()
         self._holders: list[_Run | None] = [None] * n_copies
+        self._turns: dict[Hashable, deque[_Run]] = {}  # by state: who may still launch something, in order
         self._next = 0
 
     @property
@@ -251,8 +260,10 @@ class RunState:
     def _submit(self, stimulus: Submit, out: list[Instruction]) -> None:
         if stimulus.evaluation in self._runs:
             raise ValueError(f"{stimulus}: that evaluation is under way already")
-        run = _Run(stimulus.evaluation, stimulus.depends)
+        run = _Run(stimulus.evaluation, stimulus.depends, stimulus.state)
         self._runs[run.id] = run
+        if run.state is not None:
+            self._turns.setdefault(run.state, deque()).append(run)
         self._waiting[run.id] = run
         self._admit(out)
 
@@ -271,8 +282,15 @@ class RunState:
 
     def _captured(self, run: _Run, out: list[Instruction]) -> None:
         run.phase = Phase.RUNNING
+        run.unlaunched = len(run.depends)
+        if run.state is None or self._turns[run.state][0] is run:
+            self._start(run, out)
+        else:
+            self._settle(run, out)
+
+    def _start(self, run: _Run, out: list[Instruction]) -> None:
+        """Launch what comes after nothing."""
         depends = run.depends
-        run.unlaunched = len(depends)
         if run.outcome is None:
             if len(depends) == 1:
                 run.launching = 1
@@ -316,9 +334,23 @@ class RunState:
         if run.phase is Phase.WAITING:
             del self._runs[run.id], self._waiting[run.id]
             out.append(Release(run.id, -1))
+            self._pass_on(run, out)
         elif run.phase is Phase.RUNNING and not run.launching and (run.outcome is not None or not run.unlaunched):
             run.phase = Phase.DRAINING
             out.append(Watch(run.id))
+            self._pass_on(run, out)
+
+    def _pass_on(self, run: _Run, out: list[Instruction]) -> None:
+        """It will launch nothing more: the next one that shares its state may."""
+        if run.state is None:
+            return
+        turns = self._turns[run.state]
+        was_first = turns[0] is run
+        turns.remove(run)
+        if not turns:
+            del self._turns[run.state]
+        elif was_first and turns[0].phase is Phase.RUNNING:
+            self._start(turns[0], out)
 
     def _end(self, run: _Run, outcome: Outcome, error: BaseException | None, out: list[Instruction]) -> None:
         run.outcome = outcome
@@ -350,6 +382,13 @@ class RunState:
         for run in self._runs.values():
             assert (run.phase is Phase.WAITING) == (run.copy_id < 0), "phase and slot disagree"
             assert run.launching >= 0 and run.unlaunched >= run.launching, "launches do not add up"
+        for state, turns in self._turns.items():
+            ids = [run.id for run in turns]
+            assert ids == sorted(ids), "turns are out of order"
+            for i, run in enumerate(turns):
+                assert run.state == state and self._runs.get(run.id) is run, "somebody gone has a turn"
+                assert run.phase is not Phase.DRAINING, "who launches nothing more keeps others waiting"
+                assert not i or not run.launching, "two launch on one state"
         shrinking = len(self._holders) > self.n_copies
         waits = bool(self._waiting) and not shrinking
         assert not waits or self._holders[self.cur_copy] is not None, "somebody waits beside a free slot"

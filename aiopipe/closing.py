@@ -1,0 +1,66 @@
+"""`Closing`: how a scheduler ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import anyio
+
+from ._threads import in_thread
+from .backend import Backend
+from .plans import Plans
+from .runner import Runner
+
+__all__ = ["Closing"]
+
+
+class Closing:
+    """Ends one scheduler, once, whoever asks and however often.
+
+    Args:
+        runner: its evaluations are waited for, or cancelled, and its threads ended.
+        plans: what is being loaded is broken off.
+        opened: backends to close at the end.
+        let_go: called at the very end.
+    """
+
+    def __init__(
+        self, runner: Runner, plans: Plans, opened: Sequence[Backend], let_go: Callable[[], None]
+    ) -> None:
+        self._runner = runner
+        self._plans = plans
+        self._opened = opened
+        self._let_go = let_go
+        self._task: asyncio.Task[None] | None = None
+
+    async def close(self, *, cancel: bool, timeout_s: float | None) -> None:
+        """`Scheduler.aclose`."""
+        self._runner.closed = True
+        if self._task is None:
+            self._plans.cancel()
+            self._task = asyncio.get_running_loop().create_task(self._close(timeout_s), name="aiopipe close")
+        if cancel:
+            self._runner.cancel_all()
+        cancelled: asyncio.CancelledError | None = None
+        while not self._task.done():  # threads and arrays must not outlive a cancelled caller
+            try:
+                await asyncio.shield(self._task)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self._runner.cancel_all()
+        if cancelled is not None:
+            raise cancelled
+        self._task.result()
+
+    async def _close(self, timeout_s: float | None) -> None:
+        """In a task of its own: cancelling whoever waits for it does not break it off."""
+        with anyio.move_on_after(timeout_s):
+            await self._runner.synchronize()
+        self._runner.cancel_all()
+        await self._runner.end_observing(timeout_s)
+        await in_thread(lambda: self._runner.lanes.close(timeout_s), "close")
+        with anyio.move_on_after(timeout_s):
+            for backend in self._opened:
+                await backend.aclose()
+        self._let_go()

@@ -1,0 +1,168 @@
+"""`States`: the states of one scheduler: where their arrays go, and how many bytes they are."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._threads import in_thread
+from .backend import Backend
+from .errors import AllocationError, StateError
+from .graph import Graph, Tensor
+from .loader import Loaded
+from .plans import Plans
+from .runner import Runner
+from .state import State
+from .trace import trace
+
+__all__ = ["States"]
+
+
+class States:
+    """The states of one scheduler. Each belongs to the scheduler that it was used with first.
+
+    Args:
+        backends: in order of priority.
+        limits: for each backend the bytes that it may use, or None.
+        plans: of the same scheduler.
+        runner: runs the evaluations.
+    """
+
+    def __init__(self, backends: Sequence[Backend], limits: Sequence[int | None], plans: Plans, runner: Runner) -> None:
+        self._backends = backends
+        self._limits = limits
+        self._plans = plans
+        self._runner = runner
+        self._live: weakref.WeakSet[State] = weakref.WeakSet()
+        self._copiers: dict[Hashable, Graph] = {}
+        self._lock: asyncio.Lock | None = None
+
+    def nbytes(self) -> list[int]:
+        """Bytes of the states' arrays on each backend."""
+        total = [0] * len(self._backends)
+        for state in self._live:
+            if state.is_allocated:
+                for b, nbytes in self._needs(state._homes, state):
+                    total[b] += nbytes
+        return total
+
+    def adopt(self, state: State) -> None:
+        """Count the bytes of a state that has arrays."""
+        self._live.add(state)
+
+    def end(self) -> None:
+        """The scheduler is closed: no array of a state shall outlive it."""
+        for state in self._live:
+            state.end("ended with its scheduler, which was closed")
+
+    def fits(self, state: State, loaded: Loaded) -> bool:
+        """Whether an evaluation of a plan can use the state as it is."""
+        return state.is_allocated and loaded.plan.state_homes == state.home_indices
+
+    async def settle(self, state: State) -> None:
+        """Wait until nothing that uses the state is under way."""
+        await self._runner.settle(state)
+
+    async def snapshot(self, state: State) -> list[Any]:
+        """Copies of the arrays as they are behind everything that was submitted so far.
+
+        Raises:
+            AllocationError: there is no room for them.
+        """
+        self._check_room(state, state._homes)
+        key = (state.structure, state.home_indices)
+        graph = self._copiers.get(key)
+        if graph is None:
+            graph = self._copiers[key] = trace(_copy, None, state=state.specs, name="snapshot")
+        loaded = self._plans.get(graph)
+        if loaded is None or not self.fits(state, loaded):
+            loaded = await self.prepare(state, graph)
+        return jax.tree.leaves(await (await self._runner.submit(loaded, (), state)))
+
+    async def prepare(self, state: State, graph: Graph) -> Loaded:
+        """A plan that reads the state where it is, and its arrays in place.
+
+        Raises:
+            StateError: the state is another scheduler's.
+            PlacementError: no backend can run some op, or one that makes the state's next value lacks it.
+            AllocationError: the state does not fit beside what is there.
+        """
+        owner = state._owned_by()
+        if owner is not None and owner is not self:
+            raise StateError(f"{state!r} belongs to another scheduler: make one of its values, State(snapshot.value)")
+        state._owner = weakref.ref(self)
+        if self._lock is None:
+            self._lock = asyncio.Lock()
+        async with self._lock:
+            homes = self._known_homes(state)
+            self._plans.keep_state_at(graph, {t.id: homes[i] for i, t in enumerate(graph.state) if homes[i] >= 0})
+            loaded = self._plans.get(graph) or await self._plans.load(graph)
+            if not state.is_allocated:
+                await self._allocate(state, graph.state, [self._backends[b] for b in loaded.plan.state_homes])
+                state.home_indices = loaded.plan.state_homes
+                self._live.add(state)
+        return loaded
+
+    def _known_homes(self, state: State) -> Sequence[int]:
+        """For each array the backend that it is on, or -1 where the plan decides."""
+        if state._homes:
+            return [self._backends.index(backend) for backend in state._homes]
+        return [
+            next((i for i, backend in enumerate(self._backends) if value is not None and backend.holds(value)), -1)
+            for value in state._source
+        ]
+
+    async def _allocate(self, state: State, tensors: Sequence[Tensor], homes: Sequence[Backend]) -> None:
+        self._check_room(state, homes)
+        source = state._source
+
+        def upload() -> list[Any]:
+            return [_upload(*each) for each in zip(source, tensors, homes, strict=True)]
+
+        arrays = await in_thread(upload, "upload")
+        if state._source is source and not state._gone:  # nobody has put other values in its place meanwhile
+            state._homes = tuple(homes)
+            state._arrays = arrays
+
+    def _check_room(self, state: State, homes: Sequence[Backend]) -> None:
+        """Raise `AllocationError` where there is no room for another set of the state's arrays."""
+        sizes, n_copies = self._plans.sizes(), self._runner.state.n_copies
+        for b, nbytes in self._needs(homes, state):
+            limit, backend = self._limits[b], self._backends[b]
+            used = sizes[b].total(n_copies)
+            if limit is not None and used + nbytes > limit:
+                raise AllocationError(
+                    f"{state!r} needs {nbytes} bytes on {backend.name!r}, where {max(0, limit - used)} of {limit} are "
+                    f"free: free other states (they have {self.nbytes()[b]} bytes there), or make it smaller",
+                    backend=backend.name,
+                    asked_nbytes=nbytes,
+                    available_nbytes=max(0, limit - used),
+                )
+            backend.check_room(nbytes)
+
+    def _needs(self, homes: Sequence[Backend], state: State) -> list[tuple[int, int]]:
+        needs: dict[int, int] = {}
+        for backend, nbytes in zip(homes, state.sizes, strict=True):
+            b = self._backends.index(backend)
+            needs[b] = needs.get(b, 0) + nbytes
+        return list(needs.items())
+
+
+def _copy(_: None, state: Any) -> tuple[Any, Any]:
+    return state, state
+
+
+def _upload(source: Any, tensor: Tensor, backend: Backend) -> Any:
+    """A copy of a value on a backend that is nobody else's; zeros for None."""
+    if source is None:
+        if tensor.dtype.startswith("key<"):
+            raise StateError(f"state {tensor.describe()} has no value, and a key cannot begin with zeros: give keys")
+        source = backend.host_buffer(tensor)
+        source[...] = np.zeros((), source.dtype)
+    value = backend.upload(source, tensor)
+    return backend.duplicate(value, tensor) if value is source else value
