@@ -26,6 +26,7 @@ from .events import Event
 from .graph import Graph, Node, Tensor
 from .graph_builder import GraphBuilder
 from .graph_plan import GraphPlan
+from .observe import EvalCallback
 from .pipeline import Pipeline
 from .placement import place
 from .registry import devices, open_backend, open_backends, register_backend, registered_backends
@@ -52,6 +53,7 @@ __all__ = [
     "Device",
     "DeviceProps",
     "DeviceType",
+    "EvalCallback",
     "Evaluation",
     "EvaluationAborted",
     "EvaluationError",

@@ -38,7 +38,7 @@ class Pipeline:
             ``(outputs, new_state)``, to be called with ``state=``.
         params: a pytree of arrays.
         devices: specs (``"cpu:0"``, ``"gpu:1"``) or backends, in the order of the parts.
-        n_copies: how many evaluations are in flight at most.
+        n_copies: how many evaluations are in flight at most; ``"auto"``: as many as fit, up to 4.
         split: ``"auto"`` balances the estimated time; numbers, one for each device, are the
             shares of it; a mapping from globs over the weights' paths to devices (or their specs)
             places the weights, and the operations follow them.
@@ -64,7 +64,7 @@ class Pipeline:
         params: Any,
         *,
         devices: Sequence[str | Backend],
-        n_copies: int = 4,
+        n_copies: int | Literal["auto"] = 4,
         split: Split = "auto",
         memory_limit: int | Mapping[str, int] | None = None,
         max_plans: int = 64,
@@ -105,8 +105,12 @@ class Pipeline:
 
     @property
     def n_copies(self) -> int:
-        """How many evaluations are in flight at most."""
-        return self._n_copies
+        """How many evaluations are in flight at most.
+
+        Raises:
+            BackendClosedError: the pipeline is not open.
+        """
+        return self.scheduler.n_copies
 
     async def __call__(self, *inputs: Any, state: State | None = None) -> Any:
         """``model(params, *inputs)``, its arrays ready.
@@ -221,26 +225,32 @@ class Pipeline:
             except Exception as error:
                 shapes = ", ".join(str(leaf) for leaf in jax.tree.leaves(specs))
                 raise TraceError(f"the model cannot be traced for inputs {shapes}: {error}") from error
+            compiled: object = None
             if not isinstance(self._split, Mapping):
-                graph = await self._cut(scheduler, graph)
+                graph, compiled = await self._cut(scheduler, graph)
         await scheduler.plan(graph)
+        del compiled
         self._graphs[key] = graph
         while len(self._graphs) > self._max_plans:
             scheduler.forget(self._graphs.popitem(last=False)[1])
         return graph
 
-    async def _cut(self, scheduler: Scheduler, graph: Graph) -> Graph:
-        """Give every node its device: balanced for the first shape, the same way for later ones."""
-        ops = tuple(node.op for node in graph.nodes)
+    async def _cut(self, scheduler: Scheduler, graph: Graph) -> tuple[Graph, object]:
+        """Give every node its device: balanced for the first shape, the same way for later ones.
+
+        Returns:
+            The graph, and something to hold until it is planned.
+        """
+        ops, compiled = tuple(node.op for node in graph.nodes), None
         if self._first is None:
             part = await in_thread(lambda: self._partition(scheduler, graph), "plan")
             scheduler.set_cut(graph, part.node_backend)
-            await scheduler.check_fit(graph)  # before anything is uploaded
+            compiled = await scheduler.check_fit(graph)  # before anything is uploaded
             graph = await self._place_weights(scheduler, graph, part)
             self._first = (ops, part.node_backend)
         if self._first[0] == ops:
             scheduler.set_cut(graph, self._first[1])
-        return graph  # a graph of other operations follows the weights, which stay where they are
+        return graph, compiled  # a graph of other operations follows the weights, which stay where they are
 
     def _partition(self, scheduler: Scheduler, graph: Graph) -> Partition:
         n = len(self._devices)

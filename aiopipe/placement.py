@@ -82,6 +82,7 @@ def upload_weight(path: str, leaf: Any, backends: Sequence[Backend]) -> Tensor:
         backend.check_open()
         held = next((b for b in leaf.buffers if b.backend is backend), None) if isinstance(leaf, Tensor) else None
         if held is None:
+            backend.check_room(tensor.nbytes)
             try:
                 uploaded = backend.upload(value, tensor)
             except (MemoryError, RuntimeError) as error:

@@ -154,9 +154,14 @@ class Plans:
             task.add_done_callback(lambda done: self._loading.pop(graph) if self._loading.get(graph) is done else None)
         return await shared(task, lambda: self._runner.closed)
 
-    async def check_fit(self, graph: Graph) -> None:
-        """Raise `AllocationError` if a graph cannot fit; compiles and uploads nothing."""
-        self._check(await self._plan(graph))
+    async def check_fit(self, graph: Graph) -> object:
+        """Raise `AllocationError` if a graph cannot fit; compiles it, and uploads nothing.
+
+        Returns:
+            Something to hold until the graph (or the same one with its weights in place) is loaded, so that
+            nothing is compiled twice.
+        """
+        return await self._compiled(await self._plan(graph))
 
     def sizes(self) -> list[BackendSize]:
         """For each backend what the plans that can run need together; see `beside`."""
@@ -191,15 +196,18 @@ class Plans:
             self.n_planned += 1
             self.n_replanned += graph in self._seen
             self._seen.put(graph, True)
-            plan = await self._plan(graph)
-            # How many copies fit is known only with the compilers' temporaries, and a wrong number would be
-            # worse than none. What cannot fit at all need not be compiled.
-            self._check(plan, n_copies=1)
-            prepared = await self._loader.prepare(plan, self._backends)
-            self._check(prepared.plan)
+            prepared = await self._compiled(await self._plan(graph))
             if self._decided(graph) == decided:
                 self._reserved.put(graph, prepared)
                 return prepared
+
+    async def _compiled(self, plan: Plan) -> Prepared:
+        # How many copies fit is known only with the compilers' temporaries, and a wrong number would be
+        # worse than none. What cannot fit at all need not be compiled.
+        self._check(plan, n_copies=1)
+        prepared = await self._loader.prepare(plan, self._backends)
+        self._check(prepared.plan)
+        return prepared
 
     async def _plan(self, graph: Graph) -> Plan:
         devices = [backend.device for backend in self._backends]

@@ -283,3 +283,35 @@ async def test_buffer_types_by_order_and_by_name() -> None:
         assert [(k.device, k.memory_kind) for k in sched.buffer_types] == [("cpu:0", kinds[0]), ("cpu:1", kinds[0])]
         graph = ap.trace(mlp, mlp_params(2), batch())
         assert_close(await sched.graph_compute(graph, batch()), oracle(mlp, mlp_params(2), batch()))
+
+
+async def test_a_pipeline_takes_as_many_copies_as_fit_and_the_refusal_names_one_that_does() -> None:
+    x = batch(64, WIDTH)
+    async with ap.Pipeline(mlp, mlp_params(4, WIDTH), devices=["cpu:0", "cpu:1"], n_copies=4) as pipe:
+        sizes = (await pipe.plan(x)).sizes
+        assert pipe.n_copies == 4
+    limit = min(size.total(3) for size in sizes[:2])
+    async with ap.Pipeline(
+        mlp, mlp_params(4, WIDTH), devices=["cpu:0", "cpu:1"], n_copies="auto", memory_limit=limit
+    ) as pipe:
+        want = oracle(mlp, mlp_params(4, WIDTH), x)
+        assert_close(np.asarray(await pipe(x)), np.asarray(want), 1e-4)
+        fits = pipe.n_copies
+        assert 1 <= fits <= 3
+        assert len([y async for y in pipe.stream([x] * 5)]) == 5
+    for n_copies in (4, fits):
+        async with ap.Pipeline(
+            mlp, mlp_params(4, WIDTH), devices=["cpu:0", "cpu:1"], n_copies=n_copies, memory_limit=limit
+        ) as pipe:
+            if n_copies == 4:
+                with pytest.raises(ap.AllocationError, match=f"n_copies={fits} would fit"):
+                    await pipe(x)
+            else:
+                await pipe(x)  # the number counts the compilers' scratch, too
+
+
+async def test_what_is_too_large_for_a_device_is_not_placed() -> None:
+    cluster = Cluster(1, memory_nbytes=[1000])
+    with pytest.raises(ap.AllocationError, match="no room on 'sim:0'"):
+        await ap.place({"w": np.zeros(300, np.float32)}, {"*": cluster.backends[0]})
+    await ap.place({"w": np.zeros(200, np.float32)}, {"*": cluster.backends[0]})

@@ -249,9 +249,9 @@ class Scheduler:
         """
         return await self._by_hand.get(tensor)
 
-    async def check_fit(self, graph: Graph) -> None:
-        """Raise `AllocationError` if a graph cannot fit; compiles and uploads nothing."""
-        await self._plans.check_fit(graph)
+    async def check_fit(self, graph: Graph) -> object:
+        """Raise `AllocationError` if a graph cannot fit; see `Plans.check_fit`."""
+        return await self._plans.check_fit(graph)
 
     async def graph_compute_async(self, graph: Graph, *inputs: Any, state: State | None = None) -> Evaluation:
         """Submit an evaluation; wait only until a slot is free and the inputs are captured.
