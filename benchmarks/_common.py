@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -84,10 +85,15 @@ def windowed(chain: Callable[[Any], Any], batches: Iterator[Any], window: int = 
 async def interleaved(
     runs: dict[str, Callable[[], Awaitable[None]]], repetitions: int, per_run: int
 ) -> dict[str, list[float]]:
-    """Time each run in turn, `repetitions` times after one warm-up; seconds for each of its `per_run` evaluations."""
+    """Time each run in turn, `repetitions` times after one warm-up; seconds for each of its `per_run` evaluations.
+
+    Every round has another order: what a run finds (clock frequency, caches, which cores the threads are on)
+    depends on the run before it, and after one that used a single core the first ten milliseconds are slow.
+    """
+    orders = list(itertools.permutations(runs.items())) if len(runs) <= 4 else [tuple(runs.items())]
     times: dict[str, list[float]] = {name: [] for name in runs}
     for round_ in range(repetitions + 1):
-        for name, run in runs.items():
+        for name, run in orders[round_ % len(orders)]:
             began = time.perf_counter()
             await run()
             if round_:
