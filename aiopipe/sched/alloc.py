@@ -20,6 +20,7 @@ __all__ = [
     "donations",
     "largest_n_copies",
     "marker_of",
+    "memory_limits",
 ]
 
 
@@ -287,6 +288,13 @@ def check_buffers(graph: Graph, splits: Sequence[Split], names: Sequence[str], l
                     asked_nbytes=tensor.nbytes,
                     available_nbytes=limit,
                 )
+
+
+def memory_limits(devices: Sequence[Device], given: int | Mapping[str, int] | None) -> list[int | None]:
+    """For each device the bytes that it may use: those given, for all or by its name, else what it reports."""
+    if isinstance(given, Mapping):
+        return [given.get(device.name, device.props.memory_nbytes) for device in devices]
+    return [device.props.memory_nbytes if given is None else given for device in devices]
 
 
 def choose_buffer_types(

@@ -25,7 +25,7 @@ from ..state import State, check_state
 from ..states import States
 from ..statistics import BusyClock, Statistics
 from ..streaming import stream_in_order
-from .alloc import choose_buffer_types
+from .alloc import choose_buffer_types, memory_limits
 from .plan import Plan
 from .state import Outcome
 
@@ -76,7 +76,7 @@ class Scheduler:
         self.backends, self._opened = with_host(backends)
         self._busy = BusyClock([b.name for b in self.backends]) if timeline else None
         self.buffer_types = choose_buffer_types([backend.device for backend in self.backends], buffer_types)
-        self.memory_limits = [_limit(backend, memory_limit) for backend in self.backends]
+        self.memory_limits = memory_limits([backend.device for backend in self.backends], memory_limit)
         self._loader = Loader(on_progress)
         auto = n_copies == "auto"
         copies = AUTO_COPIES if isinstance(n_copies, str) else n_copies
@@ -202,17 +202,23 @@ class Scheduler:
         self._last_n_splits = plan.n_splits
         return {b.name: size.total(self.n_copies) for b, size in zip(self.backends, plan.sizes, strict=True)}
 
-    async def alloc_graph(self, graph: Graph) -> None:
+    async def alloc_graph(self, graph: Graph, *, state: State | None = None) -> None:
         """Plan, compile and load a graph: whatever has to happen once before it can be evaluated many times.
 
-        Doing so again is no mistake and does nothing: a plan is tied to no slot, so there is nothing that
-        a second call could move from under the first.
+        With a `state` it is planned around where that is, and the state's arrays are put in place. Doing so
+        again is no mistake and does nothing: a plan is tied to no slot, so there is nothing that a second call
+        could move from under the first.
 
         Raises:
             PlacementError: no backend can run some op.
             AllocationError: it does not fit; nothing has been allocated.
+            StateError: the state cannot be used for it.
         """
-        await self.plan(graph)
+        if state is None:
+            await self.plan(graph)
+            return
+        check_state(graph, state)
+        self._last_n_splits = (await self._states.prepare(state, graph)).plan.n_splits
 
     def reset(self) -> None:
         """Forget pins, cuts, plans, and what `tensor_set` has set, of every graph.
@@ -392,8 +398,3 @@ class Scheduler:
         loaded = await self._plans.load(graph)
         self._last_n_splits = loaded.plan.n_splits
         return loaded
-
-def _limit(backend: Backend, given: int | Mapping[str, int] | None) -> int | None:
-    if isinstance(given, Mapping):
-        return given.get(backend.name, backend.device.props.memory_nbytes)
-    return given if given is not None else backend.device.props.memory_nbytes
