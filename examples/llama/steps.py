@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .model import Config, Params, forward, logits, new_cache
 from .sampling import sample
 
-__all__ = ["WINDOW", "State", "decode", "decode_logits", "new_state", "prefill", "prefill_logits"]
+__all__ = ["WINDOW", "State", "decode", "decode_logits", "decode_rows", "new_state", "prefill", "prefill_logits"]
 
 WINDOW = 64
 """How many tokens back the repetition penalty looks."""
@@ -106,12 +106,13 @@ def _read_chunk(
     n_kv: int,
 ) -> tuple[jax.Array, State]:
     """The last hidden state of a chunk, (chunk, d_model), and the new state."""
+    hidden, cache = forward(params, state["cache"], tokens[None], row[None], start[None], config, n_kv)
+    # Behind the blocks, as everything is that belongs on the device of the last one.
     index = jnp.arange(len(tokens), dtype=jnp.int32)
     ring = jnp.where(start == 0, -1, jax.lax.dynamic_index_in_dim(state["recent"], row, keepdims=False))
     # Of a chunk longer than the window only the end is noted, each place once.
     noted = (index < length) & (index >= length - WINDOW)
     ring = ring.at[jnp.where(noted, (start + index) % WINDOW, WINDOW)].set(tokens, mode="drop")
-    hidden, cache = forward(params, state["cache"], tokens[None], row[None], start[None], config, n_kv)
     return hidden[0], {"cache": cache, "recent": state["recent"].at[row].set(ring, mode="drop")}
 
 
@@ -130,11 +131,12 @@ def decode_logits(
         The scores of the next tokens, (rows, n_vocab), those of inactive rows without meaning, and the new state.
     """
     rows, n_ctx = len(tokens), state["cache"]["blocks"][0]["k"].shape[2]
+    start = jnp.where(active, positions, n_ctx)
+    hidden, cache = forward(params, state["cache"], tokens[:, None], None, start, config, n_kv)
+    # Behind the blocks, as everything is that belongs on the device of the last one.
     recent = jnp.where((active & (positions == 0))[:, None], -1, state["recent"])
     place = jnp.where(active, positions % WINDOW, WINDOW)  # what is out of range is written nowhere
     recent = recent.at[jnp.arange(rows), place].set(tokens, mode="drop")
-    start = jnp.where(active, positions, n_ctx)
-    hidden, cache = forward(params, state["cache"], tokens[:, None], None, start, config, n_kv)
     return logits(params, hidden[:, 0]), {"cache": cache, "recent": recent}
 
 
@@ -169,3 +171,35 @@ def decode(
     some = {k: jnp.where(active, v, idle[k]) if k in idle else v for k, v in sampling.items()}
     chosen = sample(scores, state["recent"], some, positions + 1)
     return jnp.where(active, chosen, tokens), state
+
+
+def decode_rows(
+    params: Params,
+    state: State,
+    tokens: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    sampling: dict[str, Any],
+    config: Config,
+    n_kv: int,
+) -> tuple[jax.Array, State]:
+    """`decode` for some of the rows, at the cost of as many: for a single text, a fraction of a step of all.
+
+    Args:
+        params: as `llama.weights.load` returns them.
+        state: as `new_state` returns it; worth donating.
+        tokens: the token of each of these rows, int32 (n,).
+        rows: which rows of the state, int32 (n,), each at most once.
+        positions: where in its text each token stands, int32 (n,).
+        sampling: as `llama.sampling.stack` gives it, each value (n,).
+        config: shape of the model.
+        n_kv: static; above all positions. See `llama.model.forward`.
+
+    Returns:
+        The tokens at ``positions + 1``, int32 (n,), and the new state.
+    """
+    hidden, cache = forward(params, state["cache"], tokens[:, None], rows, positions, config, n_kv)
+    recent = jnp.where((positions == 0)[:, None], -1, state["recent"][rows])
+    recent = recent.at[jnp.arange(len(tokens)), positions % WINDOW].set(tokens)
+    chosen = sample(logits(params, hidden[:, 0]), recent, sampling, positions + 1)
+    return chosen, {"cache": cache, "recent": state["recent"].at[rows].set(recent)}
