@@ -11,7 +11,7 @@ changes. Here three passes do it, each a walk over the graph, and none touches t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..graph import Graph, Kind, Node
@@ -88,7 +88,8 @@ def split_graph(graph: Graph, assignment: Assignment) -> tuple[Split, ...]:
     constant = _constant(graph, made_by)
     wanted = _wanted(graph, assignment, made_by, constant)
     runs = make_runs(graph, assignment, made_by, wanted.at_home, wanted.repeated)
-    return _build(graph, runs, in_rounds(graph, runs))
+    results = [(t.id, assignment.node_backend[made_by[t.id]]) for t in graph.outputs if t.kind is Kind.NODE]
+    return _Build(graph, runs, in_rounds(graph, runs)).splits(results)
 
 
 def _constant(graph: Graph, made_by: Sequence[int]) -> bytearray:
@@ -111,10 +112,13 @@ def _constant(graph: Graph, made_by: Sequence[int]) -> bytearray:
 
 @dataclass(slots=True)
 class _Wanted:
-    """Where nodes run: `at_home[i]` is 0 (not at home), 1 (for home alone) or 2, 3 (its result leaves home, too)."""
+    """Where nodes run: `at_home[i]` is 0 (not at home), 1 (for home alone) or 2, 3 (its result leaves home, too).
+
+    Sets of backends are numbers, one bit for each, to spare the garbage collector.
+    """
 
     at_home: bytearray
-    abroad: dict[int, set[int]] = field(default_factory=dict)  # node -> other backends where its result is read
+    abroad: dict[int, int] = field(default_factory=dict)  # node -> other backends where its result is read
     repeated: dict[int, list[int]] = field(default_factory=dict)  # node -> those where it runs again
 
 
@@ -159,13 +163,14 @@ def _demand(
         i = node.index
         here = home[i]
         reads = [here]
-        if i in abroad:
+        away = abroad.get(i)
+        if away is not None:
             again = []
             if _repeatable(node, constant):
-                again = [b for b in abroad[i] if worth is None or (i, b) in worth]
+                again = [b for b in _bits(away) if worth is None or (i, b) in worth]
                 if again and worth is not None:
-                    wanted.repeated[i] = sorted(again)
-            if len(again) < len(abroad[i]):
+                    wanted.repeated[i] = again[:]
+            if len(again) < away.bit_count():
                 at_home[i] |= 2
             if at_home[i] or worth is None:
                 again.append(here)
@@ -181,8 +186,18 @@ def _demand(
                     if b == home[source]:
                         at_home[source] |= 1
                     else:
-                        abroad.setdefault(source, set()).add(b)
+                        abroad[source] = abroad.get(source, 0) | 1 << b
     return wanted
+
+
+def _bits(mask: int) -> list[int]:
+    """The positions of the ones in a number, ascending."""
+    found = []
+    while mask:
+        rest = mask & (mask - 1)
+        found.append((mask ^ rest).bit_length() - 1)
+        mask = rest
+    return found
 
 
 def _worth_repeating(
@@ -212,7 +227,7 @@ def _worth_repeating(
     for i in candidates:
         node = nodes[i]
         result = sum(tensors[t].nbytes for t in node.outputs)
-        for b in could.abroad[i]:
+        for b in _bits(could.abroad[i]):
             cost = 0
             for t in set(node.inputs):
                 source = made_by[t]
@@ -232,27 +247,49 @@ def _worth_repeating(
 # -- build -----------------------------------------------------------------------------------------
 
 
-def _build(graph: Graph, runs: Runs, rounds: list[list[int]]) -> tuple[Split, ...]:
-    """Make the splits: who reads, brings and hands on what."""
-    tensors, nodes, backends = graph.tensors, graph.nodes, runs.backend
-    split_of = [-1] * (len(runs.node) + 1)
-    for index, members in enumerate(rounds):
-        for run in members:
-            split_of[run] = index
-    stride = max(backends, default=0) + 1
-    handed_on = _results(graph, runs)  # runs' tensors that leave their split: tensor and backend
-    brought: dict[int, int] = {}  # tensor and backend -> split that brings it there
-    listed = [-1] * len(tensors)  # the newest split that has the tensor among its inputs
-    drafts: list[tuple[tuple[int, ...], tuple[Copy, ...], tuple[int, ...]]] = []
-    for index, members in enumerate(rounds):
-        backend = backends[members[0]]
+class _Build:
+    """Makes the splits: who reads, brings and hands on what.
+
+    The lists have one entry for each split, what will be the fields of the same name of `Split`. There may
+    be as many splits as nodes, so their parts are tuples of numbers where they can be: the garbage
+    collector looks at such a tuple but once.
+    """
+
+    def __init__(self, graph: Graph, runs: Runs, rounds: Sequence[tuple[int, ...]]) -> None:
+        self.graph = graph
+        self.runs = runs
+        self.rounds = rounds
+        self.inputs: list[tuple[int, ...]] = []
+        self.copies: list[tuple[Copy, ...]] = []
+        self.depends: list[tuple[int, ...]] = []
+        self.split_of = [-1] * (len(runs.node) + 1)  # the last entry answers for -1, a leaf
+        for index, members in enumerate(rounds):
+            for run in members:
+                self.split_of[run] = index
+        self.stride = max(runs.backend, default=0) + 1  # tensor * stride + backend: a tensor on a backend
+        self.handed_on: set[int] = set()  # tensors on backends that leave the split that makes them
+        self.brought: dict[int, int] = {}  # tensor on a backend -> split that brings it there
+        self.listed = [-1] * len(graph.tensors)  # the newest split that has the tensor among its inputs
+
+    def splits(self, results: Iterable[tuple[int, int]]) -> tuple[Split, ...]:
+        """All splits. `results` are the (tensor, backend) that the caller gets."""
+        self.handed_on.update([t * self.stride + backend for t, backend in results])
+        for index, members in enumerate(self.rounds):
+            self._enter(index, members)
+        return tuple([self._split(index, members) for index, members in enumerate(self.rounds)])
+
+    def _enter(self, index: int, members: tuple[int, ...]) -> None:
+        """Note what a split reads, brings, and comes after."""
+        tensors, nodes, listed, split_of = self.graph.tensors, self.graph.nodes, self.listed, self.split_of
+        run_nodes, backends, sources, begin = self.runs.node, self.runs.backend, self.runs.sources, self.runs.begin
+        backend, stride = backends[members[0]], self.stride
         inputs: list[int] = []
         copies: list[Copy] = []
         depends: set[int] = set()
         for run in members:
-            k = runs.begin[run]
-            for t in nodes[runs.node[run]].inputs:
-                source = runs.sources[k]
+            k = begin[run]
+            for t in nodes[run_nodes[run]].inputs:
+                source = sources[k]
                 k += 1
                 if split_of[source] == index or listed[t] == index:
                     continue
@@ -260,37 +297,34 @@ def _build(graph: Graph, runs: Runs, rounds: list[list[int]]) -> tuple[Split, ..
                 inputs.append(t)
                 if source < 0 and tensors[t].kind is Kind.WEIGHT:
                     continue
-                if source < 0 or backends[source] != backend:
-                    place = t * stride + backend
-                    if place in brought:
-                        depends.add(brought[place])
+                src = backends[source] if source >= 0 else HOST
+                if src != backend:
+                    first = self.brought.setdefault(t * stride + backend, index)
+                    if first != index:
+                        depends.add(first)
                         continue
-                    brought[place] = index
-                    copies.append(Copy(t, HOST if source < 0 else backends[source], tensors[t].nbytes))
+                    copies.append(Copy(t, src, tensors[t].nbytes))
                 if source >= 0:
                     depends.add(split_of[source])
-                    handed_on.add(t * stride + backends[source])
-        drafts.append((tuple(inputs), tuple(copies), tuple(sorted(depends))))
-    splits = []
-    for index, (members, (entering, copied, before)) in enumerate(zip(rounds, drafts, strict=True)):
-        backend = backends[members[0]]
-        here = [runs.node[run] for run in members]
-        leaving = [t for i in here for t in nodes[i].outputs if t * stride + backend in handed_on]
-        again = [runs.node[run] for run in members if runs.again[run]]
-        splits.append(
-            Split(index, backend, tuple(here), entering, tuple(sorted(leaving)), copied, before, tuple(again))
+                    self.handed_on.add(t * stride + src)
+        self.inputs.append(tuple(inputs))
+        self.copies.append(tuple(copies))
+        self.depends.append(tuple(sorted(depends)))
+
+    def _split(self, index: int, members: tuple[int, ...]) -> Split:
+        """A split, when it is known of all what they read."""
+        runs, nodes = self.runs, self.graph.nodes
+        backend = runs.backend[members[0]]
+        here = tuple([runs.node[run] for run in members])
+        leaving = [t for i in here for t in nodes[i].outputs if t * self.stride + backend in self.handed_on]
+        again = tuple([runs.node[run] for run in members if runs.again[run]])
+        return Split(
+            index,
+            backend,
+            here,
+            self.inputs[index],
+            tuple(sorted(leaving)),
+            self.copies[index],
+            self.depends[index],
+            again,
         )
-    return tuple(splits)
-
-
-def _results(graph: Graph, runs: Runs) -> set[int]:
-    """The graph's outputs, as tensor and backend: they leave the split that makes them at home."""
-    stride = max(runs.backend, default=0) + 1
-    made = {tensor.id for tensor in graph.outputs if tensor.kind is Kind.NODE}
-    return {
-        t * stride + backend
-        for i, backend, again in zip(runs.node, runs.backend, runs.again, strict=True)
-        if not again
-        for t in graph.nodes[i].outputs
-        if t in made
-    }
