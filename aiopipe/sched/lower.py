@@ -20,26 +20,29 @@ def lower(graph: Graph, splits: Sequence[Split], donate: Sequence[tuple[int, ...
         donate: for each split the positions in its inputs that its outputs may take over.
 
     Returns:
-        Programs; two splits that compute the same function of the same types have programs
-        with equal keys, so that a device compiles them once.
+        Programs; splits that compute the same function of the same types have programs with equal keys, so
+        that a device compiles them once. On one backend they share one program: the first one's.
     """
-    programs = []
+    programs: list[Program] = []
     tensors = graph.tensors
     keys: dict[Hashable, Hashable] = {}  # equal layers share one key, which may be as long as the layer
+    known: dict[int, dict[Hashable, Program]] = {}  # backend -> key -> program
     for split, donated in zip(splits, donate, strict=True):
-        nodes = tuple(graph.nodes[i] for i in split.nodes)
+        here = known.setdefault(split.backend, {})
         key = _key(graph, split, donated)
-        programs.append(
-            Program(
+        program = here.get(key)
+        if program is None:
+            nodes = tuple([graph.nodes[i] for i in split.nodes])
+            program = here[key] = Program(
                 name=f"{graph.name}_{nodes[0].op}_{split.index}",
                 nodes=nodes,
-                inputs=tuple(tensors[t] for t in split.inputs),
-                outputs=tuple(tensors[t] for t in split.outputs),
+                inputs=tuple([tensors[t] for t in split.inputs]),
+                outputs=tuple([tensors[t] for t in split.outputs]),
                 donate=donated,
                 config=graph.config,
                 key=keys.setdefault(key, key),
             )
-        )
+        programs.append(program)
     return tuple(programs)
 
 
@@ -49,10 +52,10 @@ def _key(graph: Graph, split: Split, donated: tuple[int, ...]) -> Hashable:
     body = []
     for i in split.nodes:
         node = graph.nodes[i]
-        operands = tuple(number[t] for t in node.inputs)
+        operands = tuple([number[t] for t in node.inputs])
         for t in node.outputs:
             number[t] = len(number)
         body.append((node.fn.signature(), operands))
-    tensors = graph.tensors
-    types = tuple((tensors[t].shape, tensors[t].dtype) for t in split.inputs)
-    return (types, tuple(body), tuple(number[t] for t in split.outputs), donated, graph.config)
+    tensors = [graph.tensors[t] for t in split.inputs]
+    types = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+    return (types, tuple(body), tuple([number[t] for t in split.outputs]), donated, graph.config)
