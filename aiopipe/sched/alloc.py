@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..devices.base import BufferType, Device, DeviceProps, DeviceType, MemoryStats
 from ..errors import AllocationError, PlacementError
 from ..graph import Graph
-from .split import HOST, Split
+from .split import HOST, Copy, Split, last_uses
 
 __all__ = [
     "BackendSize",
@@ -52,36 +51,40 @@ def donations(graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps
     donated (it may be the user's own array), nor a value that may be a view of its producer's
     memory (`DeviceProps.view_nbytes`).
     """
-    last_reader: dict[tuple[int, int], int] = {}
-    copied: set[tuple[int, int]] = set()
+    stride = len(props) + 1
+    unseen: set[int] = set()  # copies (tensor on a backend) whose last reader is still to be found
     for split in splits:
-        for t in split.inputs:
-            last_reader[t, split.backend] = split.index
-        copied.update((c.tensor, split.backend) for c in split.copies if c.src != HOST)
-    tensors = graph.tensors
+        for c in split.copies:
+            if c.src != HOST and c.nbytes > props[split.backend].view_nbytes:
+                unseen.add(c.tensor * stride + split.backend)
     result: list[tuple[int, ...]] = []
-    for split in splits:
-        view_nbytes = props[split.backend].view_nbytes
-        own = [
-            position
-            for position, t in enumerate(split.inputs)
-            if (t, split.backend) in copied
-            and last_reader[t, split.backend] == split.index
-            and tensors[t].nbytes > view_nbytes
-        ]
-        if not own:
-            result.append(())
-            continue
-        free = Counter((tensors[t].shape, tensors[t].dtype) for t in split.outputs)
-        donated = []
-        for position in own:
-            tensor = tensors[split.inputs[position]]
-            kind = (tensor.shape, tensor.dtype)
-            if free[kind] > 0:
-                free[kind] -= 1
-                donated.append(position)
-        result.append(tuple(donated))
+    for split in reversed(splits):
+        own = []
+        for position, t in enumerate(split.inputs) if unseen else ():
+            place = t * stride + split.backend
+            if place in unseen:
+                unseen.remove(place)
+                own.append(position)
+        result.append(_matched(graph, split, own) if own else ())
+    result.reverse()
     return tuple(result)
+
+
+def _matched(graph: Graph, split: Split, own: Sequence[int]) -> tuple[int, ...]:
+    """Those of the positions in a split's inputs that have an output of the same type, each one of its own."""
+    tensors = graph.tensors
+    free: dict[Hashable, int] = {}
+    for t in split.outputs:
+        kind = tensors[t].shape, tensors[t].dtype
+        free[kind] = free.get(kind, 0) + 1
+    matched = []
+    for position in own:
+        tensor = tensors[split.inputs[position]]
+        kind = tensor.shape, tensor.dtype
+        if free.get(kind, 0) > 0:
+            free[kind] -= 1
+            matched.append(position)
+    return tuple(matched)
 
 
 def backend_sizes(
@@ -123,26 +126,18 @@ class _Held:
     """
 
     def __init__(self, graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps]) -> None:
-        self.tensors = graph.tensors
+        self.graph = graph
         self.props = props
         self.now = [0] * len(props)
-        self.made_by = graph.producers()
         self.results = {t.id for t in graph.outputs}
-        self.last_use: dict[tuple[int, int], int] = {}  # (tensor, backend) -> the last split that reads it there
-        self.alive: dict[tuple[int, int], int] = {}  # (tensor, backend) -> bytes
-        first: dict[int, int] = {}  # input -> the backend that reads it first
+        self.stride = len(props) + 1
+        self.last_use = last_uses(splits, self.stride)
+        self.alive: dict[int, int] = {}  # tensor on a backend -> bytes
+        self.first: dict[int, int] = {}  # input -> the backend that reads it first
         for split in splits:
-            for t in split.inputs:
-                self.last_use[t, split.backend] = split.index
             for c in split.copies:
                 if c.src == HOST:
-                    first.setdefault(c.tensor, split.backend)
-                else:
-                    self.last_use[c.tensor, c.src] = split.index
-        self.first = first
-        self.uses: dict[int, list[tuple[int, int]]] = {}
-        for value, index in self.last_use.items():
-            self.uses.setdefault(index, []).append(value)
+                    self.first.setdefault(c.tensor, split.backend)
         for tensor in graph.inputs:
             self._capture(tensor.id, tensor.nbytes)
         self.peak = list(self.now)
@@ -160,33 +155,48 @@ class _Held:
 
     def launch(self, split: Split, donated: Sequence[int]) -> None:
         """Add what a split brings and makes, note the peak, let go of what nobody reads afterwards."""
-        here, alive, tensors = split.backend, self.alive, self.tensors
+        here, now, alive, tensors = split.backend, self.now, self.alive, self.graph.tensors
         for copy in split.copies:
-            if copy.src == HOST and copy.tensor in self.results:
-                in_place = here == self.first[copy.tensor]
-            else:
-                in_place = copy.src == HOST and self.props[here].aliases_host
-            if not in_place:
-                self._add(copy.tensor, here, copy.nbytes)
-        self.peak[here] = max(self.peak[here], self.now[here])
+            if not self._is_in_place(copy, here):
+                alive[copy.tensor * self.stride + here] = copy.nbytes
+                now[here] += copy.nbytes
+        peak = now[here]
         for position in donated:
-            self.now[here] -= alive.pop((split.inputs[position], here), 0)
+            now[here] -= alive.pop(split.inputs[position] * self.stride + here, 0)
         for t in split.outputs:
-            self._add(t, here, tensors[t].nbytes)
-        marker = min(split.outputs, key=lambda t: tensors[t].nbytes, default=-1)
-        if marker < 0:
-            self.now[here] += 1  # a token
-        self.peak[here] = max(self.peak[here], self.now[here])
-        again = set(split.recomputed)
-        for t in split.outputs:
-            if t == marker or (t in self.results and self.made_by[t] not in again):
-                alive.pop((t, here))  # to the end: nothing will subtract it
-        for t, backend in self.uses.get(split.index, ()):
-            self.now[backend] -= alive.pop((t, backend), 0)
+            alive[t * self.stride + here] = tensors[t].nbytes
+            now[here] += tensors[t].nbytes
+        if not split.outputs:
+            now[here] += 1  # a token
+        self.peak[here] = max(self.peak[here], peak, now[here])
+        self._keep(split)
+        self._let_go(split)
 
-    def _add(self, t: int, backend: int, nbytes: int) -> None:
-        self.alive[t, backend] = nbytes
-        self.now[backend] += nbytes
+    def _is_in_place(self, copy: Copy, here: int) -> bool:
+        """Whether an input is read where it was captured."""
+        if copy.src != HOST:
+            return False
+        return here == self.first[copy.tensor] if copy.tensor in self.results else self.props[here].aliases_host
+
+    def _keep(self, split: Split) -> None:
+        """The marker and the graph's results stay to the end: nothing will subtract them."""
+        outputs = split.outputs
+        if len(outputs) > 1:
+            marker = min(outputs, key=lambda t: self.graph.tensors[t].nbytes)
+            again = {t for i in split.recomputed for t in self.graph.nodes[i].outputs}
+            outputs = tuple([t for t in outputs if t == marker or (t in self.results and t not in again)])
+        for t in outputs:  # one alone is the marker
+            del self.alive[t * self.stride + split.backend]
+
+    def _let_go(self, split: Split) -> None:
+        """Subtract what no split reads after this one."""
+        here, stride, last_use = split.backend, self.stride, self.last_use
+        for t in split.inputs:
+            if last_use[t * stride + here] == split.index:
+                self.now[here] -= self.alive.pop(t * stride + here, 0)
+        for c in split.copies:
+            if c.src != HOST and last_use[c.tensor * stride + c.src] == split.index:
+                self.now[c.src] -= self.alive.pop(c.tensor * stride + c.src, 0)
 
 
 def check_memory(

@@ -19,7 +19,7 @@ from .assign import Assignment, assign
 from .lower import lower
 from .plan_dot import plan_dot
 from .plan_text import Detail, plan_text
-from .split import HOST, Split, split_graph
+from .split import HOST, Split, last_uses, split_graph
 
 __all__ = ["LaunchList", "Plan", "Segment", "feeds_for_lanes", "make_plan", "segments_of"]
 
@@ -155,14 +155,8 @@ def make_plan(
     props = [device.props for device in devices]
     donated = donations(graph, splits, props)
     programs = lower(graph, splits, donated)
-    held: list[set[int]] = [set() for _ in devices]
-    for split in splits:
-        held[split.backend].update(t for t in split.inputs if graph.tensors[t].kind is Kind.WEIGHT)
-    for tensor in graph.outputs:  # a weight that is returned is held somewhere, read or not
-        if tensor.kind is Kind.WEIGHT and not any(tensor.id in h for h in held):
-            held[assignment.leaf_backends[tensor.id][0]].add(tensor.id)
-    frozen = tuple(frozenset(h) for h in held)
-    feed = _Feed(graph, splits, assignment)
+    feed = _Feed(graph, splits, assignment, len(devices))
+    weights_read = tuple(frozenset(held) for held in feed.weights)
     return Plan(
         graph=graph,
         devices=tuple(devices),
@@ -174,8 +168,8 @@ def make_plan(
         n_slots=feed.n_slots,
         results=tuple(feed.results),
         sinks=_sinks(splits),
-        weights=frozen,
-        sizes=backend_sizes(graph, splits, props, weights=frozen, donate=donated),
+        weights=weights_read,
+        sizes=backend_sizes(graph, splits, props, weights=weights_read, donate=donated),
     )
 
 
@@ -185,75 +179,83 @@ def _sinks(splits: Sequence[Split]) -> tuple[int, ...]:
 
 
 class _Feed:
-    """Numbers the environment's slots and writes the launch lists."""
+    """Numbers the environment's slots and writes the launch lists. What it finds are the fields of `Plan`.
 
-    def __init__(self, graph: Graph, splits: Sequence[Split], assignment: Assignment) -> None:
+    A value on a backend is one number, as in `last_uses`.
+    """
+
+    def __init__(self, graph: Graph, splits: Sequence[Split], assignment: Assignment, n_backends: int) -> None:
         self.graph = graph
-        self.launch_lists: list[LaunchList] = []
         self.used_inputs: list[int] = []
-        self.results: list[tuple[str, int]] = []
         self.n_slots = 0
-        self._host: dict[int, int] = {}  # input tensor -> slot of its captured value
-        self._slots: dict[tuple[int, int], int] = {}  # (tensor, backend) -> slot
-        self._number_inputs(splits)
-        drafts = [self._draft(split) for split in splits]
-        self._collect_results(assignment)
-        self._finish(drafts)
+        self.weights: list[set[int]] = [set() for _ in range(n_backends)]
+        self._stride = n_backends + 1
+        self._slots: dict[int, int] = {}  # value on a backend, or on the host -> slot
+        self._last = last_uses(splits, self._stride)
+        returned = self._returned(assignment)
+        self._number_inputs()
+        self._last.update((place, len(splits)) for kind, place in returned if kind != "weight")  # never let go
+        self.launch_lists = [self._launch_list(split) for split in splits]
+        self.results = [(kind, i if kind == "weight" else self._slots[i]) for kind, i in returned]
+        for kind, t in returned:  # a weight that is returned is held somewhere, read or not
+            if kind == "weight" and not any(t in held for held in self.weights):
+                self.weights[assignment.leaf_backends[t][0]].add(t)
 
-    def _number_inputs(self, splits: Sequence[Split]) -> None:
-        read = {t for split in splits for t in split.inputs}
-        read.update(t.id for t in self.graph.outputs)
-        for position, tensor in enumerate(self.graph.inputs):
-            if tensor.id in read:
-                self._host[tensor.id] = self._new_slot()
-                self.used_inputs.append(position)
-
-    def _new_slot(self) -> int:
-        self.n_slots += 1
-        return self.n_slots - 1
-
-    def _draft(self, split: Split) -> LaunchList:
-        moves = []
-        for copy in split.copies:
-            read = self._host[copy.tensor] if copy.src == HOST else self._slots[copy.tensor, copy.src]
-            fill = self._slots[copy.tensor, split.backend] = self._new_slot()
-            moves.append((read, fill))
-        weights, gather = [], []
-        for position, t in enumerate(split.inputs):
-            if self.graph.tensors[t].kind is Kind.WEIGHT:
-                weights.append((position, t))
-            else:
-                gather.append((position, self._slots[t, split.backend]))
-        outputs = []
-        for t in split.outputs:
-            slot = self._slots[t, split.backend] = self._new_slot()
-            outputs.append(slot)
-        sizes = [self.graph.tensors[t].nbytes for t in split.outputs]
-        marker = sizes.index(min(sizes)) if sizes else 0
-        return LaunchList(tuple(weights), tuple(gather), tuple(moves), tuple(outputs), (), marker)
-
-    def _collect_results(self, assignment: Assignment) -> None:
-        made_by = self.graph.producers()
+    def _returned(self, assignment: Assignment) -> list[tuple[str, int]]:
+        """For each output of the graph its kind, and the value on its backend, or the weight's id."""
+        made_by, returned = self.graph.producers(), []
         for tensor in self.graph.outputs:
             if tensor.kind is Kind.WEIGHT:
-                self.results.append(("weight", tensor.id))
+                returned.append(("weight", tensor.id))
             elif tensor.kind is Kind.INPUT:
-                self.results.append(("input", self._host[tensor.id]))
+                returned.append(("input", tensor.id * self._stride + HOST))
             else:
-                home = assignment.node_backend[made_by[tensor.id]]
-                self.results.append(("env", self._slots[tensor.id, home]))
+                returned.append(("env", tensor.id * self._stride + assignment.node_backend[made_by[tensor.id]]))
+        return returned
 
-    def _finish(self, drafts: Sequence[LaunchList]) -> None:
-        """Let each slot go after its last use: backwards, where a slot that was not seen yet is used last."""
-        used_later = {slot for kind, slot in self.results if kind != "weight"}
-        for draft in reversed(drafts):
-            touched = [*draft.outputs, *(slot for _, slot in draft.gather), *(s for move in draft.moves for s in move)]
-            frees = tuple(slot for slot in dict.fromkeys(touched) if slot not in used_later)
-            used_later.update(frees)
-            self.launch_lists.append(
-                LaunchList(draft.weights, draft.gather, draft.moves, draft.outputs, frees, draft.marker)
-            )
-        self.launch_lists.reverse()
+    def _number_inputs(self) -> None:
+        """Slots for the inputs that some split brings to its backend, or that are returned."""
+        returned = {tensor.id for tensor in self.graph.outputs}
+        for position, tensor in enumerate(self.graph.inputs):
+            place = tensor.id * self._stride + HOST
+            if place in self._last or tensor.id in returned:
+                self._new_slot(place)
+                self.used_inputs.append(position)
+
+    def _new_slot(self, place: int) -> int:
+        slot = self._slots[place] = self.n_slots
+        self.n_slots += 1
+        return slot
+
+    def _launch_list(self, split: Split) -> LaunchList:
+        index, here, stride, tensors = split.index, split.backend, self._stride, self.graph.tensors
+        slots, last = self._slots, self._last
+        moves, moved = [], []
+        for copy in split.copies:
+            source = copy.tensor * stride + copy.src
+            moves.append((slots[source], self._new_slot(copy.tensor * stride + here)))
+            if last[source] == index:
+                moved.append(slots[source])
+        weights, gather, outputs, frees = [], [], [], []
+        for t in split.outputs:
+            slot = self._new_slot(t * stride + here)
+            outputs.append(slot)
+            if t * stride + here not in last:
+                frees.append(slot)
+        for position, t in enumerate(split.inputs):
+            if tensors[t].kind is Kind.WEIGHT:
+                weights.append((position, t))
+                self.weights[here].add(t)
+                continue
+            slot = slots[t * stride + here]
+            gather.append((position, slot))
+            if last[t * stride + here] == index:
+                frees.append(slot)
+        marker = 0
+        if len(outputs) > 1:
+            sizes = [tensors[t].nbytes for t in split.outputs]
+            marker = sizes.index(min(sizes))
+        return LaunchList(tuple(weights), tuple(gather), tuple(moves), tuple(outputs), (*frees, *moved), marker)
 
 
 def feeds_for_lanes(plan: Plan, lane_of: Sequence[int]) -> list[LaunchList]:

@@ -18,7 +18,7 @@ from ..graph import Graph, Kind, Node
 from .assign import Assignment
 from .order import Runs, in_rounds, make_runs
 
-__all__ = ["HOST", "Copy", "Split", "split_graph"]
+__all__ = ["HOST", "Copy", "Split", "last_uses", "split_graph"]
 
 HOST = -1
 """`Copy.src` of a graph input: the host's staging buffer."""
@@ -90,6 +90,26 @@ def split_graph(graph: Graph, assignment: Assignment) -> tuple[Split, ...]:
     runs = make_runs(graph, assignment, made_by, wanted.at_home, wanted.repeated)
     results = [(t.id, assignment.node_backend[made_by[t.id]]) for t in graph.outputs if t.kind is Kind.NODE]
     return _Build(graph, runs, in_rounds(graph, runs)).splits(results)
+
+
+def last_uses(splits: Sequence[Split], stride: int) -> dict[int, int]:
+    """For each value that a split reads, on the backend where it reads it: the last split that does.
+
+    A value on a backend is one number, ``tensor * stride + backend``, for a dict of numbers costs the
+    garbage collector nothing, where one of pairs would be traversed again and again.
+
+    Args:
+        splits: in launch order.
+        stride: more than the number of backends, for `HOST`, where inputs are copied from, is -1.
+    """
+    last: dict[int, int] = {}
+    for split in splits:
+        index, here = split.index, split.backend
+        for t in split.inputs:
+            last[t * stride + here] = index
+        for c in split.copies:
+            last[c.tensor * stride + c.src] = index
+    return last
 
 
 def _constant(graph: Graph, made_by: Sequence[int]) -> bytearray:
