@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..devices.base import BufferType, Device, DeviceProps, DeviceType, MemoryStats
 from ..errors import AllocationError, PlacementError
 from ..graph import Graph
-from .split import HOST, Copy, Split, last_uses
+from .split import HOST, Split, last_uses
 
 __all__ = [
     "BackendSize",
@@ -54,9 +54,9 @@ def donations(graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps
     stride = len(props) + 1
     unseen: set[int] = set()  # copies (tensor on a backend) whose last reader is still to be found
     for split in splits:
-        for c in split.copies:
-            if c.src != HOST and c.nbytes > props[split.backend].view_nbytes:
-                unseen.add(c.tensor * stride + split.backend)
+        for t, src, nbytes in split.brings:
+            if src != HOST and nbytes > props[split.backend].view_nbytes:
+                unseen.add(t * stride + split.backend)
     result: list[tuple[int, ...]] = []
     for split in reversed(splits):
         own = []
@@ -135,9 +135,9 @@ class _Held:
         self.alive: dict[int, int] = {}  # tensor on a backend -> bytes
         self.first: dict[int, int] = {}  # input -> the backend that reads it first
         for split in splits:
-            for c in split.copies:
-                if c.src == HOST:
-                    self.first.setdefault(c.tensor, split.backend)
+            for t, src, _ in split.brings:
+                if src == HOST:
+                    self.first.setdefault(t, split.backend)
         for tensor in graph.inputs:
             self._capture(tensor.id, tensor.nbytes)
         self.peak = list(self.now)
@@ -156,10 +156,10 @@ class _Held:
     def launch(self, split: Split, donated: Sequence[int]) -> None:
         """Add what a split brings and makes, note the peak, let go of what nobody reads afterwards."""
         here, now, alive, tensors = split.backend, self.now, self.alive, self.graph.tensors
-        for copy in split.copies:
-            if not self._is_in_place(copy, here):
-                alive[copy.tensor * self.stride + here] = copy.nbytes
-                now[here] += copy.nbytes
+        for t, src, nbytes in split.brings:
+            if src != HOST or not self._is_in_place(t, here):
+                alive[t * self.stride + here] = nbytes
+                now[here] += nbytes
         peak = now[here]
         for position in donated:
             now[here] -= alive.pop(split.inputs[position] * self.stride + here, 0)
@@ -172,11 +172,9 @@ class _Held:
         self._keep(split)
         self._let_go(split)
 
-    def _is_in_place(self, copy: Copy, here: int) -> bool:
+    def _is_in_place(self, t: int, here: int) -> bool:
         """Whether an input is read where it was captured."""
-        if copy.src != HOST:
-            return False
-        return here == self.first[copy.tensor] if copy.tensor in self.results else self.props[here].aliases_host
+        return here == self.first[t] if t in self.results else self.props[here].aliases_host
 
     def _keep(self, split: Split) -> None:
         """The marker and the graph's results stay to the end: nothing will subtract them."""
@@ -194,9 +192,9 @@ class _Held:
         for t in split.inputs:
             if last_use[t * stride + here] == split.index:
                 self.now[here] -= self.alive.pop(t * stride + here, 0)
-        for c in split.copies:
-            if c.src != HOST and last_use[c.tensor * stride + c.src] == split.index:
-                self.now[c.src] -= self.alive.pop(c.tensor * stride + c.src, 0)
+        for t, src, _ in split.brings:
+            if src != HOST and last_use[t * stride + src] == split.index:
+                self.now[src] -= self.alive.pop(t * stride + src, 0)
 
 
 def check_memory(

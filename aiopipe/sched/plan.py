@@ -10,7 +10,8 @@ that holds it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..devices.base import Device, Program
 from ..graph import Graph, Kind
@@ -24,8 +25,7 @@ from .split import HOST, Split, last_uses, split_graph
 __all__ = ["LaunchList", "Plan", "Segment", "feeds_for_lanes", "make_plan", "segments_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchList:
+class LaunchList(NamedTuple):
     """How one split gets its operands and where its results go, as environment slots.
 
     Attributes:
@@ -101,7 +101,7 @@ class Plan:
     @property
     def copied_nbytes(self) -> int:
         """Bytes that each evaluation moves between backends, the host's inputs not counted."""
-        return sum(c.nbytes for split in self.splits for c in split.copies if c.src != HOST)
+        return sum(nbytes for split in self.splits for _, src, nbytes in split.brings if src != HOST)
 
     def text(self, detail: Detail = 1) -> str:
         """The plan for people to read; ``print(plan)`` shows level 1.
@@ -187,7 +187,6 @@ class _Feed:
     def __init__(self, graph: Graph, splits: Sequence[Split], assignment: Assignment, n_backends: int) -> None:
         self.graph = graph
         self.used_inputs: list[int] = []
-        self.n_slots = 0
         self.weights: list[set[int]] = [set() for _ in range(n_backends)]
         self._stride = n_backends + 1
         self._slots: dict[int, int] = {}  # value on a backend, or on the host -> slot
@@ -196,6 +195,7 @@ class _Feed:
         self._number_inputs()
         self._last.update((place, len(splits)) for kind, place in returned if kind != "weight")  # never let go
         self.launch_lists = [self._launch_list(split) for split in splits]
+        self.n_slots = len(self._slots)
         self.results = [(kind, i if kind == "weight" else self._slots[i]) for kind, i in returned]
         for kind, t in returned:  # a weight that is returned is held somewhere, read or not
             if kind == "weight" and not any(t in held for held in self.weights):
@@ -219,43 +219,43 @@ class _Feed:
         for position, tensor in enumerate(self.graph.inputs):
             place = tensor.id * self._stride + HOST
             if place in self._last or tensor.id in returned:
-                self._new_slot(place)
+                self._slots[place] = len(self._slots)
                 self.used_inputs.append(position)
-
-    def _new_slot(self, place: int) -> int:
-        slot = self._slots[place] = self.n_slots
-        self.n_slots += 1
-        return slot
 
     def _launch_list(self, split: Split) -> LaunchList:
         index, here, stride, tensors = split.index, split.backend, self._stride, self.graph.tensors
         slots, last = self._slots, self._last
-        moves, moved = [], []
-        for copy in split.copies:
-            source = copy.tensor * stride + copy.src
-            moves.append((slots[source], self._new_slot(copy.tensor * stride + here)))
-            if last[source] == index:
-                moved.append(slots[source])
-        weights, gather, outputs, frees = [], [], [], []
+        weights, gather, moves, outputs, frees, moved = [], [], [], [], [], []
+        for t, src, _ in split.brings:
+            place = t * stride + src
+            read = slots[place]
+            fill = slots[t * stride + here] = len(slots)
+            moves.append((read, fill))
+            if last[place] == index:
+                moved.append(read)
         for t in split.outputs:
-            slot = self._new_slot(t * stride + here)
+            place = t * stride + here
+            slot = slots[place] = len(slots)
             outputs.append(slot)
-            if t * stride + here not in last:
+            if place not in last:
                 frees.append(slot)
         for position, t in enumerate(split.inputs):
+            place = t * stride + here
             if tensors[t].kind is Kind.WEIGHT:
                 weights.append((position, t))
-                self.weights[here].add(t)
-                continue
-            slot = slots[t * stride + here]
-            gather.append((position, slot))
-            if last[t * stride + here] == index:
-                frees.append(slot)
-        marker = 0
-        if len(outputs) > 1:
-            sizes = [tensors[t].nbytes for t in split.outputs]
-            marker = sizes.index(min(sizes))
-        return LaunchList(tuple(weights), tuple(gather), tuple(moves), tuple(outputs), (*frees, *moved), marker)
+            else:
+                slot = slots[place]
+                gather.append((position, slot))
+                if last[place] == index:
+                    frees.append(slot)
+        frees += moved
+        self.weights[here].update([t for _, t in weights])
+        marker = self._smallest(split.outputs) if len(outputs) > 1 else 0
+        return LaunchList(tuple(weights), tuple(gather), tuple(moves), tuple(outputs), tuple(frees), marker)
+
+    def _smallest(self, outputs: Sequence[int]) -> int:
+        sizes = [self.graph.tensors[t].nbytes for t in outputs]
+        return sizes.index(min(sizes))
 
 
 def feeds_for_lanes(plan: Plan, lane_of: Sequence[int]) -> list[LaunchList]:
@@ -281,7 +281,7 @@ def feeds_for_lanes(plan: Plan, lane_of: Sequence[int]) -> list[LaunchList]:
             for slot in feed.frees
             if all(i in before or lane_of[plan.splits[i].backend] == lane for i in users[slot])
         )
-        feeds.append(replace(feed, frees=frees))
+        feeds.append(feed._replace(frees=frees))
     return feeds
 
 

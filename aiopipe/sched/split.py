@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..graph import Graph, Kind, Node
 from .assign import Assignment
@@ -24,8 +25,7 @@ HOST = -1
 """`Copy.src` of a graph input: the host's staging buffer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """A value that a split brings to its backend, once per evaluation.
 
     Weights are never among them: one that is read where `Assignment.leaf_backends` does not
@@ -54,7 +54,9 @@ class Split:
             splits' outputs), in order of first use, without duplicates.
         outputs: ids of the tensors made here that another split or the caller needs, ascending;
             empty only where nothing but an effect is wanted.
-        copies: those inputs that it brings to its backend, being the first there to read them.
+        brings: those inputs that it brings to its backend, being the first there to read them: the fields of
+            a `Copy` each. Plain tuples, for what holds nothing but numbers the garbage collector need not
+            look at again, and there may be as many as nodes.
         depends: indices of the earlier splits whose values or copies it uses, ascending.
         recomputed: indices of the nodes that are repeated here instead of being received.
     """
@@ -64,9 +66,14 @@ class Split:
     nodes: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    copies: tuple[Copy, ...]
+    brings: tuple[tuple[int, int, int], ...]
     depends: tuple[int, ...]
     recomputed: tuple[int, ...]
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """What it brings, by name."""
+        return tuple(map(Copy._make, self.brings))
 
 
 def split_graph(graph: Graph, assignment: Assignment) -> tuple[Split, ...]:
@@ -89,7 +96,7 @@ def split_graph(graph: Graph, assignment: Assignment) -> tuple[Split, ...]:
     wanted = _wanted(graph, assignment, made_by, constant)
     runs = make_runs(graph, assignment, made_by, wanted.at_home, wanted.repeated)
     results = [(t.id, assignment.node_backend[made_by[t.id]]) for t in graph.outputs if t.kind is Kind.NODE]
-    return _Build(graph, runs, in_rounds(graph, runs)).splits(results)
+    return _build(graph, runs, in_rounds(graph, runs), results)
 
 
 def last_uses(splits: Sequence[Split], stride: int) -> dict[int, int]:
@@ -107,8 +114,8 @@ def last_uses(splits: Sequence[Split], stride: int) -> dict[int, int]:
         index, here = split.index, split.backend
         for t in split.inputs:
             last[t * stride + here] = index
-        for c in split.copies:
-            last[c.tensor * stride + c.src] = index
+        for t, src, _ in split.brings:
+            last[t * stride + src] = index
     return last
 
 
@@ -267,44 +274,57 @@ def _worth_repeating(
 # -- build -----------------------------------------------------------------------------------------
 
 
-class _Build:
-    """Makes the splits: who reads, brings and hands on what.
+@dataclass(slots=True)
+class _Flow:
+    """What goes in and out of the splits, as `Split` has it: each list has an entry for each split.
 
-    The lists have one entry for each split, what will be the fields of the same name of `Split`. There may
-    be as many splits as nodes, so their parts are tuples of numbers where they can be: the garbage
-    collector looks at such a tuple but once.
+    A tensor on a backend is one number, ``tensor * stride + backend``.
     """
 
-    def __init__(self, graph: Graph, runs: Runs, rounds: Sequence[tuple[int, ...]]) -> None:
-        self.graph = graph
-        self.runs = runs
-        self.rounds = rounds
-        self.inputs: list[tuple[int, ...]] = []
-        self.copies: list[tuple[Copy, ...]] = []
-        self.depends: list[tuple[int, ...]] = []
-        self.split_of = [-1] * (len(runs.node) + 1)  # the last entry answers for -1, a leaf
-        for index, members in enumerate(rounds):
-            for run in members:
-                self.split_of[run] = index
-        self.stride = max(runs.backend, default=0) + 1  # tensor * stride + backend: a tensor on a backend
-        self.handed_on: set[int] = set()  # tensors on backends that leave the split that makes them
-        self.brought: dict[int, int] = {}  # tensor on a backend -> split that brings it there
-        self.listed = [-1] * len(graph.tensors)  # the newest split that has the tensor among its inputs
+    stride: int
+    handed_on: set[int]  # tensors on backends that leave the split that makes them
+    inputs: list[tuple[int, ...]] = field(default_factory=list)
+    brings: list[tuple[tuple[int, int, int], ...]] = field(default_factory=list)
+    depends: list[tuple[int, ...]] = field(default_factory=list)
 
-    def splits(self, results: Iterable[tuple[int, int]]) -> tuple[Split, ...]:
-        """All splits. `results` are the (tensor, backend) that the caller gets."""
-        self.handed_on.update([t * self.stride + backend for t, backend in results])
-        for index, members in enumerate(self.rounds):
-            self._enter(index, members)
-        return tuple([self._split(index, members) for index, members in enumerate(self.rounds)])
 
-    def _enter(self, index: int, members: tuple[int, ...]) -> None:
-        """Note what a split reads, brings, and comes after."""
-        tensors, nodes, listed, split_of = self.graph.tensors, self.graph.nodes, self.listed, self.split_of
-        run_nodes, backends, sources, begin = self.runs.node, self.runs.backend, self.runs.sources, self.runs.begin
-        backend, stride = backends[members[0]], self.stride
+def _build(
+    graph: Graph, runs: Runs, rounds: Sequence[tuple[int, ...]], results: Iterable[tuple[int, int]]
+) -> tuple[Split, ...]:
+    """Make the splits. `results` are the (tensor, backend) that the caller gets."""
+    stride = max(runs.backend, default=0) + 1
+    flow = _Flow(stride, {t * stride + backend for t, backend in results})
+    _follow(graph, runs, rounds, flow)
+    nodes, handed_on, node_of, any_again = graph.nodes, flow.handed_on, runs.node.__getitem__, 1 in runs.again
+    splits = []
+    for index, members in enumerate(rounds):
+        backend = runs.backend[members[0]]
+        here, outputs = tuple(map(node_of, members)), []
+        for i in here:
+            for t in nodes[i].outputs:
+                if t * stride + backend in handed_on:
+                    outputs.append(t)
+        outputs.sort()
+        again = tuple([runs.node[run] for run in members if runs.again[run]]) if any_again else ()
+        into = flow.inputs[index], tuple(outputs), flow.brings[index], flow.depends[index]
+        splits.append(Split(index, backend, here, *into, again))
+    return tuple(splits)
+
+
+def _follow(graph: Graph, runs: Runs, rounds: Sequence[tuple[int, ...]], flow: _Flow) -> None:
+    """Who reads, brings and hands on what."""
+    tensors, nodes, stride, handed_on = graph.tensors, graph.nodes, flow.stride, flow.handed_on
+    run_nodes, backends, sources, begin = runs.node, runs.backend, runs.sources, runs.begin
+    split_of = [-1] * (len(run_nodes) + 1)  # the last entry answers for -1, a leaf
+    for index, members in enumerate(rounds):
+        for run in members:
+            split_of[run] = index
+    brought: dict[int, int] = {}  # tensor on a backend -> split that brings it there
+    listed = [-1] * len(tensors)  # the newest split that has the tensor among its inputs
+    for index, members in enumerate(rounds):
+        backend = backends[members[0]]
         inputs: list[int] = []
-        copies: list[Copy] = []
+        brings: list[tuple[int, int, int]] = []
         depends: set[int] = set()
         for run in members:
             k = begin[run]
@@ -319,32 +339,14 @@ class _Build:
                     continue
                 src = backends[source] if source >= 0 else HOST
                 if src != backend:
-                    first = self.brought.setdefault(t * stride + backend, index)
+                    first = brought.setdefault(t * stride + backend, index)
                     if first != index:
                         depends.add(first)
                         continue
-                    copies.append(Copy(t, src, tensors[t].nbytes))
+                    brings.append((t, src, tensors[t].nbytes))
                 if source >= 0:
                     depends.add(split_of[source])
-                    self.handed_on.add(t * stride + src)
-        self.inputs.append(tuple(inputs))
-        self.copies.append(tuple(copies))
-        self.depends.append(tuple(sorted(depends)))
-
-    def _split(self, index: int, members: tuple[int, ...]) -> Split:
-        """A split, when it is known of all what they read."""
-        runs, nodes = self.runs, self.graph.nodes
-        backend = runs.backend[members[0]]
-        here = tuple([runs.node[run] for run in members])
-        leaving = [t for i in here for t in nodes[i].outputs if t * self.stride + backend in self.handed_on]
-        again = tuple([runs.node[run] for run in members if runs.again[run]])
-        return Split(
-            index,
-            backend,
-            here,
-            self.inputs[index],
-            tuple(sorted(leaving)),
-            self.copies[index],
-            self.depends[index],
-            again,
-        )
+                    handed_on.add(t * stride + src)
+        flow.inputs.append(tuple(inputs))
+        flow.brings.append(tuple(brings))
+        flow.depends.append(tuple(sorted(depends)))
