@@ -9,9 +9,9 @@ that holds it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 from ..devices.base import Device, Program
 from ..graph import Graph, Kind
@@ -22,7 +22,7 @@ from .plan_dot import plan_dot
 from .plan_text import Detail, plan_text
 from .split import HOST, Split, last_uses, split_graph
 
-__all__ = ["LaunchList", "Plan", "Segment", "feeds_for_lanes", "make_plan", "segments_of"]
+__all__ = ["LaunchList", "LaunchLists", "Plan", "Segment", "feeds_for_lanes", "make_plan", "segments_of"]
 
 
 class LaunchList(NamedTuple):
@@ -44,6 +44,51 @@ class LaunchList(NamedTuple):
     outputs: tuple[int, ...]
     frees: tuple[int, ...]
     marker: int
+
+
+_Pairs = tuple[tuple[int, int], ...]
+_Row = tuple[_Pairs, _Pairs, _Pairs, tuple[int, ...], tuple[int, ...], int]  # the fields of a `LaunchList`
+
+
+class LaunchLists(Sequence[LaunchList]):
+    """The launch lists of all splits, kept field by field.
+
+    There may be as many as nodes. Tuples of numbers the garbage collector looks at but once, named
+    tuples in each full collection; so these are made when they are asked for.
+
+    Args:
+        rows: the fields of each.
+    """
+
+    __slots__ = ("_columns",)
+
+    def __init__(self, rows: Iterable[_Row]) -> None:
+        columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
+        weights, gather, moves, outputs, frees, marker = columns
+        for row in rows:
+            weights.append(row[0])
+            gather.append(row[1])
+            moves.append(row[2])
+            outputs.append(row[3])
+            frees.append(row[4])
+            marker.append(row[5])
+        self._columns = columns
+
+    @overload
+    def __getitem__(self, index: int) -> LaunchList: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[LaunchList, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> LaunchList | tuple[LaunchList, ...]:
+        found: list[Any] = [column[index] for column in self._columns]
+        return tuple(map(LaunchList, *found)) if isinstance(index, slice) else LaunchList(*found)
+
+    def __iter__(self) -> Iterator[LaunchList]:
+        return map(LaunchList, *self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +130,7 @@ class Plan:
     assignment: Assignment = field(repr=False)
     splits: tuple[Split, ...]
     programs: tuple[Program, ...] = field(repr=False)
-    launch_lists: tuple[LaunchList, ...] = field(repr=False)
+    launch_lists: LaunchLists = field(repr=False)
     used_inputs: tuple[int, ...]
     n_slots: int
     results: tuple[tuple[str, int], ...]
@@ -163,7 +208,7 @@ def make_plan(
         assignment=assignment,
         splits=splits,
         programs=programs,
-        launch_lists=tuple(feed.launch_lists),
+        launch_lists=feed.launch_lists,
         used_inputs=tuple(feed.used_inputs),
         n_slots=feed.n_slots,
         results=tuple(feed.results),
@@ -194,7 +239,7 @@ class _Feed:
         returned = self._returned(assignment)
         self._number_inputs()
         self._last.update((place, len(splits)) for kind, place in returned if kind != "weight")  # never let go
-        self.launch_lists = [self._launch_list(split) for split in splits]
+        self.launch_lists = LaunchLists(map(self._row, splits))
         self.n_slots = len(self._slots)
         self.results = [(kind, i if kind == "weight" else self._slots[i]) for kind, i in returned]
         for kind, t in returned:  # a weight that is returned is held somewhere, read or not
@@ -222,9 +267,9 @@ class _Feed:
                 self._slots[place] = len(self._slots)
                 self.used_inputs.append(position)
 
-    def _launch_list(self, split: Split) -> LaunchList:
+    def _row(self, split: Split) -> _Row:
         index, here, stride, tensors = split.index, split.backend, self._stride, self.graph.tensors
-        slots, last = self._slots, self._last
+        slots, last, weight = self._slots, self._last, Kind.WEIGHT
         weights, gather, moves, outputs, frees, moved = [], [], [], [], [], []
         for t, src, _ in split.brings:
             place = t * stride + src
@@ -241,7 +286,7 @@ class _Feed:
                 frees.append(slot)
         for position, t in enumerate(split.inputs):
             place = t * stride + here
-            if tensors[t].kind is Kind.WEIGHT:
+            if tensors[t].kind is weight:
                 weights.append((position, t))
             else:
                 slot = slots[place]
@@ -251,7 +296,7 @@ class _Feed:
         frees += moved
         self.weights[here].update([t for _, t in weights])
         marker = self._smallest(split.outputs) if len(outputs) > 1 else 0
-        return LaunchList(tuple(weights), tuple(gather), tuple(moves), tuple(outputs), tuple(frees), marker)
+        return tuple(weights), tuple(gather), tuple(moves), tuple(outputs), tuple(frees), marker
 
     def _smallest(self, outputs: Sequence[int]) -> int:
         sizes = [self.graph.tensors[t].nbytes for t in outputs]
