@@ -181,16 +181,16 @@ class _Placing:
         tensors, backend = self.graph.tensors, self.backend
         constant = bytearray(len(tensors))  # 1: from weights alone; 2: from nothing at all
         shows_input = bytearray(len(tensors))
-        for tid, tensor in enumerate(tensors):
-            if tensor.kind is Kind.INPUT:
-                shows_input[tid] = 1
-            elif tensor.kind is not Kind.NODE:
-                constant[tid] = 1
-                held = self.leaf_backends[tid]
-                if len(held) == 1:
-                    self.holder[tid] = held[0]
-                elif held:
-                    self.replicas[tid] = held
+        for tensor in self.graph.inputs:
+            shows_input[tensor.id] = 1
+        for tensor in self.graph.weights:
+            tid = tensor.id
+            constant[tid] = 1
+            held = self.leaf_backends[tid]
+            if len(held) == 1:
+                self.holder[tid] = held[0]
+            elif held:
+                self.replicas[tid] = held
         for node in self.graph.nodes:
             inputs, i = node.inputs, node.index
             for t in inputs:
@@ -354,16 +354,19 @@ class _Placing:
 
     def place_leaves(self) -> None:
         """``1.inp`` for inputs; weights that nobody holds go beside their first consumer (``3``)."""
+        backends, cause = self.leaf_backends, self.leaf_cause
         places = [(b,) for b in range(len(self.devices))]
-        for node in self.graph.nodes:
-            here = places[self.backend[node.index]]
+        for tensor in self.graph.inputs:
+            if not backends[tensor.id]:
+                backends[tensor.id], cause[tensor.id] = places[self.last], "1.inp"
+        left = {tensor.id for tensor in self.graph.weights if not backends[tensor.id]}
+        for node in self.graph.nodes if left else ():
             for t in node.inputs:
-                if self.made_by[t] < 0 and not self.leaf_backends[t] and self.graph.tensors[t].kind is not Kind.INPUT:
-                    self.leaf_backends[t], self.leaf_cause[t] = here, "3"
-        for tensor in self.graph.leaves:
-            if not self.leaf_backends[tensor.id]:
-                self.leaf_backends[tensor.id] = (self.last,)
-                self.leaf_cause[tensor.id] = "1.inp" if tensor.kind is Kind.INPUT else "3"
+                if t in left and not backends[t]:
+                    backends[t], cause[t] = places[self.backend[node.index]], "3"
+        for t in left:
+            if not backends[t]:  # nobody reads it
+                backends[t], cause[t] = places[self.last], "3"
 
     # -- helpers -------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..graph import Graph, Kind, Node
+from ..graph import Graph, Node
 from .assign import Assignment
 
 __all__ = ["Runs", "in_rounds", "make_runs"]
@@ -45,7 +45,9 @@ def make_runs(
     """
     runs = Runs()
     tensors, home, sources, begin = graph.tensors, assignment.node_backend, runs.sources, runs.begin
-    constant = bytearray(tensor.kind is Kind.WEIGHT for tensor in tensors)
+    constant = bytearray(len(tensors))
+    for tensor in graph.weights:
+        constant[tensor.id] = 1
     at_home = [-1] * (len(graph.nodes) + 1)  # node -> its run at home; the last entry answers for -1, a leaf
     away: dict[int, int] = {}  # node and backend -> a run elsewhere
     newest_effect: dict[int, int] = {}

@@ -122,11 +122,11 @@ def last_uses(splits: Sequence[Split], stride: int) -> dict[int, int]:
 def _constant(graph: Graph, made_by: Sequence[int]) -> bytearray:
     """For each node whether it reads nothing but weights (or iotas), by itself or through others like it."""
     constant = bytearray(len(graph.nodes))
-    tensors = graph.tensors
+    tensors, weight = graph.tensors, Kind.WEIGHT
     for node in graph.nodes:
         for t in node.inputs:
             source = made_by[t]
-            if not (constant[source] if source >= 0 else tensors[t].kind is Kind.WEIGHT):
+            if not (constant[source] if source >= 0 else tensors[t].kind is weight):
                 break
         else:
             # What reads nothing at all may be made once for all readers, unless it costs nothing.
@@ -321,6 +321,7 @@ def _follow(graph: Graph, runs: Runs, rounds: Sequence[tuple[int, ...]], flow: _
             split_of[run] = index
     brought: dict[int, int] = {}  # tensor on a backend -> split that brings it there
     listed = [-1] * len(tensors)  # the newest split that has the tensor among its inputs
+    weight = Kind.WEIGHT  # looked up once: an enum's member takes ten times as long as a name
     for index, members in enumerate(rounds):
         backend = backends[members[0]]
         inputs: list[int] = []
@@ -335,7 +336,7 @@ def _follow(graph: Graph, runs: Runs, rounds: Sequence[tuple[int, ...]], flow: _
                     continue
                 listed[t] = index
                 inputs.append(t)
-                if source < 0 and tensors[t].kind is Kind.WEIGHT:
+                if source < 0 and tensors[t].kind is weight:
                     continue
                 src = backends[source] if source >= 0 else HOST
                 if src != backend:
