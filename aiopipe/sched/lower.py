@@ -47,15 +47,23 @@ def lower(graph: Graph, splits: Sequence[Split], donate: Sequence[tuple[int, ...
 
 
 def _key(graph: Graph, split: Split, donated: tuple[int, ...]) -> Hashable:
-    """The split's structure with tensors numbered by first use, so that equal layers compare equal."""
-    number = {t: i for i, t in enumerate(split.inputs)}
-    body = []
+    """The split's structure with tensors numbered by first use, so that equal layers compare equal.
+
+    The body is flat, for a layer may be long: of each node its signature, how many operands it has, and which.
+    """
+    tensors = graph.tensors
+    number: dict[int, int] = {}
+    types: list[tuple[tuple[int, ...], str]] = []
+    for t in split.inputs:
+        number[t] = len(number)
+        types.append((tensors[t].shape, tensors[t].dtype))
+    body: list[Hashable] = []
     for i in split.nodes:
         node = graph.nodes[i]
-        operands = tuple([number[t] for t in node.inputs])
+        body.append(node.fn.signature())
+        body.append(len(node.inputs))
+        for t in node.inputs:
+            body.append(number[t])
         for t in node.outputs:
             number[t] = len(number)
-        body.append((node.fn.signature(), operands))
-    tensors = [graph.tensors[t] for t in split.inputs]
-    types = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-    return (types, tuple(body), tuple([number[t] for t in split.outputs]), donated, graph.config)
+    return (tuple(types), tuple(body), tuple([number[t] for t in split.outputs]), donated, graph.config)
