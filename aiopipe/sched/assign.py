@@ -178,21 +178,22 @@ class _Placing:
         A node that reads nothing but weights that decide nothing (replicated, or not placed yet),
         and a view of an input, could be anywhere: it is best where its result is read.
         """
-        tensors, backend = self.graph.tensors, self.backend
+        tensors, backend, is_view = self.graph.tensors, self.backend, self.is_view
         constant = bytearray(len(tensors))  # 1: from weights alone; 2: from nothing at all
         shows_input = bytearray(len(tensors))
         for tensor in self.graph.inputs:
             shows_input[tensor.id] = 1
+        held_by, holder = self.leaf_backends, self.holder
         for tensor in self.graph.weights:
             tid = tensor.id
             constant[tid] = 1
-            held = self.leaf_backends[tid]
+            held = held_by[tid]
             if len(held) == 1:
-                self.holder[tid] = held[0]
+                holder[tid] = held[0]
             elif held:
                 self.replicas[tid] = held
         for node in self.graph.nodes:
-            inputs, i = node.inputs, node.index
+            i, inputs = node.index, node.inputs
             for t in inputs:
                 if not constant[t]:
                     break
@@ -200,7 +201,7 @@ class _Placing:
                 if not node.has_effect:
                     self._trace_constant(node, constant)
                 continue
-            if self.is_view[i] and shows_input[inputs[0]] and backend[i] < 0:
+            if is_view[i] and shows_input[inputs[0]] and backend[i] < 0:
                 for out in node.outputs:
                     shows_input[out] = 1
                 self.floating.add(i)

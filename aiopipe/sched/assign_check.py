@@ -41,10 +41,10 @@ def check_arguments(
             raise PlacementError(
                 f"weights or pins name tensor {tid}, expected 0 to {len(tensors) - 1} (graph {graph.name!r})"
             )
-    no_weight = Kind.INPUT, Kind.NODE
+    given, made = Kind.INPUT, Kind.NODE
     for tid, held in weights.items():
         kind = tensors[tid].kind
-        if kind in no_weight:
+        if kind is given or kind is made:
             raise PlacementError(f"weights name {tensors[tid].describe()}, which is of kind {kind.value!r}: pin it")
         for backend in held:
             if not 0 <= backend <= last:  # there may be many, and most are right
