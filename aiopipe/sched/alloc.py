@@ -95,6 +95,7 @@ def backend_sizes(
     weights: Sequence[frozenset[int]],
     donate: Sequence[tuple[int, ...]],
     memory: Sequence[MemoryStats] = (),
+    last: Mapping[int, int] | None = None,
 ) -> tuple[BackendSize, ...]:
     """The size of a plan on each backend.
 
@@ -105,16 +106,16 @@ def backend_sizes(
         weights: for each backend the ids of the weights that it holds.
         donate: from `donations`.
         memory: for each split what its executable needs; empty before compiling.
+        last: from `last_uses` with one more than the backends, if that is known already.
     """
     temp = [0] * len(props)
     for split, stats in zip(splits, memory, strict=False):
         temp[split.backend] = max(temp[split.backend], stats.temp_nbytes)
-    held = _Held(graph, splits, props)
+    held = _Held(graph, splits, props, last_uses(splits, len(props) + 1) if last is None else last)
     for split, donated in zip(splits, donate, strict=True):
         held.launch(split, donated)
-    return tuple(
-        BackendSize(sum(graph.tensors[t].nbytes for t in weights[b]), held.peak[b], temp[b]) for b in range(len(props))
-    )
+    held_weights = [sum([graph.tensors[t].nbytes for t in ids]) for ids in weights]
+    return tuple(map(BackendSize, held_weights, held.peak, temp))
 
 
 class _Held:
@@ -125,13 +126,15 @@ class _Held:
     evaluations in flight may be at their worst point at once, as where a slow device makes them queue.
     """
 
-    def __init__(self, graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps]) -> None:
+    def __init__(
+        self, graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps], last: Mapping[int, int]
+    ) -> None:
         self.graph = graph
         self.props = props
         self.now = [0] * len(props)
         self.results = {t.id for t in graph.outputs}
         self.stride = len(props) + 1
-        self.last_use = last_uses(splits, self.stride)
+        self.last_use = last
         self.alive: dict[int, int] = {}  # tensor on a backend -> bytes
         self.first: dict[int, int] = {}  # input -> the backend that reads it first
         for split in splits:
@@ -155,46 +158,50 @@ class _Held:
 
     def launch(self, split: Split, donated: Sequence[int]) -> None:
         """Add what a split brings and makes, note the peak, let go of what nobody reads afterwards."""
-        here, now, alive, tensors = split.backend, self.now, self.alive, self.graph.tensors
+        here, stride, now, alive, tensors = split.backend, self.stride, self.now, self.alive, self.graph.tensors
+        held = now[here]
         for t, src, nbytes in split.brings:
             if src != HOST or not self._is_in_place(t, here):
-                alive[t * self.stride + here] = nbytes
-                now[here] += nbytes
-        peak = now[here]
+                alive[t * stride + here] = nbytes
+                held += nbytes
+        peak = max(self.peak[here], held)
         for position in donated:
-            now[here] -= alive.pop(split.inputs[position] * self.stride + here, 0)
+            held -= alive.pop(split.inputs[position] * stride + here, 0)
         for t in split.outputs:
-            alive[t * self.stride + here] = tensors[t].nbytes
-            now[here] += tensors[t].nbytes
+            held += tensors[t].nbytes
         if not split.outputs:
-            now[here] += 1  # a token
-        self.peak[here] = max(self.peak[here], peak, now[here])
-        self._keep(split)
+            held += 1  # a token
+        now[here] = held
+        self.peak[here] = max(peak, held)
+        if len(split.outputs) > 1:  # one alone is the marker, and stays to the end
+            self._note_outputs(split)
         self._let_go(split)
 
     def _is_in_place(self, t: int, here: int) -> bool:
         """Whether an input is read where it was captured."""
         return here == self.first[t] if t in self.results else self.props[here].aliases_host
 
-    def _keep(self, split: Split) -> None:
-        """The marker and the graph's results stay to the end: nothing will subtract them."""
-        outputs = split.outputs
-        if len(outputs) > 1:
-            marker = min(outputs, key=lambda t: self.graph.tensors[t].nbytes)
-            again = {t for i in split.recomputed for t in self.graph.nodes[i].outputs}
-            outputs = tuple([t for t in outputs if t == marker or (t in self.results and t not in again)])
-        for t in outputs:  # one alone is the marker
-            del self.alive[t * self.stride + split.backend]
+    def _note_outputs(self, split: Split) -> None:
+        """The outputs that will be let go: not the marker, nor the graph's results."""
+        tensors = self.graph.tensors
+        marker = min(split.outputs, key=lambda t: tensors[t].nbytes)
+        again = {t for i in split.recomputed for t in self.graph.nodes[i].outputs}
+        for t in split.outputs:
+            if t != marker and (t not in self.results or t in again):
+                self.alive[t * self.stride + split.backend] = tensors[t].nbytes
 
     def _let_go(self, split: Split) -> None:
         """Subtract what no split reads after this one."""
-        here, stride, last_use = split.backend, self.stride, self.last_use
+        index, here, stride, last_use = split.index, split.backend, self.stride, self.last_use
+        now, alive = self.now, self.alive
         for t in split.inputs:
-            if last_use[t * stride + here] == split.index:
-                self.now[here] -= self.alive.pop(t * stride + here, 0)
+            place = t * stride + here
+            if last_use[place] == index and place in alive:
+                now[here] -= alive.pop(place)
         for t, src, _ in split.brings:
-            if src != HOST and last_use[t * stride + src] == split.index:
-                self.now[src] -= self.alive.pop(t * stride + src, 0)
+            place = t * stride + src
+            if src != HOST and last_use[place] == index and place in alive:
+                now[src] -= alive.pop(place)
 
 
 def check_memory(

@@ -65,13 +65,13 @@ class LaunchLists(Sequence[LaunchList]):
     def __init__(self, rows: Iterable[_Row]) -> None:
         columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
         weights, gather, moves, outputs, frees, marker = columns
-        for row in rows:
-            weights.append(row[0])
-            gather.append(row[1])
-            moves.append(row[2])
-            outputs.append(row[3])
-            frees.append(row[4])
-            marker.append(row[5])
+        for w, g, m, o, f, k in rows:
+            weights.append(w)
+            gather.append(g)
+            moves.append(m)
+            outputs.append(o)
+            frees.append(f)
+            marker.append(k)
         self._columns = columns
 
     @overload
@@ -200,7 +200,8 @@ def make_plan(
     props = [device.props for device in devices]
     donated = donations(graph, splits, props)
     programs = lower(graph, splits, donated)
-    feed = _Feed(graph, splits, assignment, len(devices))
+    last = last_uses(splits, len(devices) + 1)
+    feed = _Feed(graph, splits, assignment, len(devices), last)
     weights_read = tuple(frozenset(held) for held in feed.weights)
     return Plan(
         graph=graph,
@@ -214,7 +215,7 @@ def make_plan(
         results=tuple(feed.results),
         sinks=_sinks(splits),
         weights=weights_read,
-        sizes=backend_sizes(graph, splits, props, weights=weights_read, donate=donated),
+        sizes=backend_sizes(graph, splits, props, weights=weights_read, donate=donated, last=last),
     )
 
 
@@ -229,16 +230,22 @@ class _Feed:
     A value on a backend is one number, as in `last_uses`.
     """
 
-    def __init__(self, graph: Graph, splits: Sequence[Split], assignment: Assignment, n_backends: int) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        splits: Sequence[Split],
+        assignment: Assignment,
+        n_backends: int,
+        last: Mapping[int, int],
+    ) -> None:
         self.graph = graph
         self.used_inputs: list[int] = []
         self.weights: list[set[int]] = [set() for _ in range(n_backends)]
         self._stride = n_backends + 1
         self._slots: dict[int, int] = {}  # value on a backend, or on the host -> slot
-        self._last = last_uses(splits, self._stride)
         returned = self._returned(assignment)
+        self._last = {**last, **{place: len(splits) for kind, place in returned if kind != "weight"}}  # never let go
         self._number_inputs()
-        self._last.update((place, len(splits)) for kind, place in returned if kind != "weight")  # never let go
         self.launch_lists = LaunchLists(map(self._row, splits))
         self.n_slots = len(self._slots)
         self.results = [(kind, i if kind == "weight" else self._slots[i]) for kind, i in returned]
@@ -260,16 +267,16 @@ class _Feed:
 
     def _number_inputs(self) -> None:
         """Slots for the inputs that some split brings to its backend, or that are returned."""
-        returned = {tensor.id for tensor in self.graph.outputs}
         for position, tensor in enumerate(self.graph.inputs):
             place = tensor.id * self._stride + HOST
-            if place in self._last or tensor.id in returned:
+            if place in self._last:
                 self._slots[place] = len(self._slots)
                 self.used_inputs.append(position)
 
     def _row(self, split: Split) -> _Row:
         index, here, stride, tensors = split.index, split.backend, self._stride, self.graph.tensors
         slots, last, weight = self._slots, self._last, Kind.WEIGHT
+        held = self.weights[here]
         weights, gather, moves, outputs, frees, moved = [], [], [], [], [], []
         for t, src, _ in split.brings:
             place = t * stride + src
@@ -288,13 +295,13 @@ class _Feed:
             place = t * stride + here
             if tensors[t].kind is weight:
                 weights.append((position, t))
+                held.add(t)
             else:
                 slot = slots[place]
                 gather.append((position, slot))
                 if last[place] == index:
                     frees.append(slot)
         frees += moved
-        self.weights[here].update([t for _, t in weights])
         marker = self._smallest(split.outputs) if len(outputs) > 1 else 0
         return tuple(weights), tuple(gather), tuple(moves), tuple(outputs), tuple(frees), marker
 

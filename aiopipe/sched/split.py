@@ -147,12 +147,13 @@ class _Wanted:
     at_home: bytearray
     abroad: dict[int, int] = field(default_factory=dict)  # node -> other backends where its result is read
     repeated: dict[int, list[int]] = field(default_factory=dict)  # node -> those where it runs again
+    candidates: list[int] = field(default_factory=list)  # nodes of `abroad` that may be repeated
 
 
 def _wanted(graph: Graph, assignment: Assignment, made_by: Sequence[int], constant: bytearray) -> _Wanted:
     """Decide where nodes run: first what could be wanted, then what repeating costs, then what is wanted."""
     could = _demand(graph, assignment.node_backend, made_by, constant, None)
-    candidates = [i for i in sorted(could.abroad) if _repeatable(graph.nodes[i], constant)]
+    candidates = sorted(could.candidates)
     if not candidates:
         return could
     worth = _worth_repeating(graph, assignment, made_by, constant, could, candidates)
@@ -194,6 +195,7 @@ def _demand(
         if away is not None:
             again = []
             if _repeatable(node, constant):
+                wanted.candidates.append(i)
                 again = [b for b in _bits(away) if worth is None or (i, b) in worth]
                 if again and worth is not None:
                     wanted.repeated[i] = again[:]
@@ -209,8 +211,9 @@ def _demand(
         for t in node.inputs:
             source = made_by[t]
             if source >= 0:
+                at = home[source]
                 for b in reads:
-                    if b == home[source]:
+                    if b == at:
                         at_home[source] |= 1
                     else:
                         abroad[source] = abroad.get(source, 0) | 1 << b
@@ -295,19 +298,20 @@ def _build(
     stride = max(runs.backend, default=0) + 1
     flow = _Flow(stride, {t * stride + backend for t, backend in results})
     _follow(graph, runs, rounds, flow)
-    nodes, handed_on, node_of, any_again = graph.nodes, flow.handed_on, runs.node.__getitem__, 1 in runs.again
-    splits = []
-    for index, members in enumerate(rounds):
+    nodes, handed_on, run_nodes, any_again = graph.nodes, flow.handed_on, runs.node, 1 in runs.again
+    splits: list[Split] = []
+    for members, inputs, brings, depends in zip(rounds, flow.inputs, flow.brings, flow.depends, strict=True):
         backend = runs.backend[members[0]]
-        here, outputs = tuple(map(node_of, members)), []
-        for i in here:
+        here, outputs = [], []
+        for run in members:
+            i = run_nodes[run]
+            here.append(i)
             for t in nodes[i].outputs:
                 if t * stride + backend in handed_on:
                     outputs.append(t)
         outputs.sort()
-        again = tuple([runs.node[run] for run in members if runs.again[run]]) if any_again else ()
-        into = flow.inputs[index], tuple(outputs), flow.brings[index], flow.depends[index]
-        splits.append(Split(index, backend, here, *into, again))
+        again = tuple([run_nodes[run] for run in members if runs.again[run]]) if any_again else ()
+        splits.append(Split(len(splits), backend, tuple(here), inputs, tuple(outputs), brings, depends, again))
     return tuple(splits)
 
 
