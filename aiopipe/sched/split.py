@@ -325,33 +325,40 @@ def _follow(graph: Graph, runs: Runs, rounds: Sequence[tuple[int, ...]], flow: _
             split_of[run] = index
     brought: dict[int, int] = {}  # tensor on a backend -> split that brings it there
     listed = [-1] * len(tensors)  # the newest split that has the tensor among its inputs
+    followed = [-1] * len(rounds)  # the newest split that has the split among those that it depends on
     weight = Kind.WEIGHT  # looked up once: an enum's member takes ten times as long as a name
     for index, members in enumerate(rounds):
         backend = backends[members[0]]
         inputs: list[int] = []
         brings: list[tuple[int, int, int]] = []
-        depends: set[int] = set()
+        depends: list[int] = []
         for run in members:
             k = begin[run]
             for t in nodes[run_nodes[run]].inputs:
                 source = sources[k]
                 k += 1
-                if split_of[source] == index or listed[t] == index:
+                before = split_of[source]
+                if before == index or listed[t] == index:
                     continue
                 listed[t] = index
                 inputs.append(t)
-                if source < 0 and tensors[t].kind is weight:
+                if source >= 0:
+                    src = backends[source]
+                    handed_on.add(t * stride + src)
+                elif tensors[t].kind is weight:
                     continue
-                src = backends[source] if source >= 0 else HOST
+                else:
+                    src = HOST
                 if src != backend:
                     first = brought.setdefault(t * stride + backend, index)
-                    if first != index:
-                        depends.add(first)
-                        continue
-                    brings.append((t, src, tensors[t].nbytes))
-                if source >= 0:
-                    depends.add(split_of[source])
-                    handed_on.add(t * stride + src)
+                    if first == index:
+                        brings.append((t, src, tensors[t].nbytes))
+                    else:
+                        before = first
+                if before >= 0 and followed[before] != index:
+                    followed[before] = index
+                    depends.append(before)
+        depends.sort()
         flow.inputs.append(tuple(inputs))
         flow.brings.append(tuple(brings))
-        flow.depends.append(tuple(sorted(depends)))
+        flow.depends.append(tuple(depends))
