@@ -10,6 +10,7 @@ from pathlib import Path
 
 import generate as command
 import pytest
+
 from llamas import TINY
 
 EXAMPLES = Path(command.__file__).parent
