@@ -1,13 +1,14 @@
 """How long planning takes, without compiling: assign, split, size, lower; and automatic placement.
 
-    python benchmarks/planning.py [--nodes 1000,10000,100000] [--kinds layers,zigzag,wide,shredded]
+    python benchmarks/planning.py [--nodes 1000,10000,100000] [--kinds layers,zigzag,wide,shredded,unlike]
 
 Graphs built by hand, over four devices that hold the weights:
 
 - layers: blocks of ten nodes, a quarter of them on each device,
 - zigzag: the same, but each block is on another device than the one before,
 - wide: a thousand branches side by side, that meet at the end,
-- shredded: a chain whose every node is a split, the worst that there is.
+- shredded: a chain whose every node is a split, all of them alike, so that they share their programs,
+- unlike: the same with another op in each split, the worst that there is.
 
 Planning is one thread's work, so seconds are of processor time: the best of the repetitions, with the
 garbage collector at work as ever. `growth` is the time for each node, over that in the graph of a tenth
@@ -18,6 +19,7 @@ of which is JAX's own time, is reported beside it.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import time
 import tracemalloc
@@ -56,7 +58,9 @@ class Named:
         return self.name
 
 
-OPS = {name: Named(name) for name in "gather norm dot_general softmax add relu concatenate".split()}
+@functools.cache
+def named(name: str) -> Named:
+    return Named(name)
 
 
 class Draft(GraphBuilder):
@@ -72,8 +76,9 @@ class Draft(GraphBuilder):
         return tid
 
     def op(self, op: str, *inputs: int, nbytes: int = NARROW) -> int:
-        flops = 2e6 if op == "dot_general" else 1e3
-        return self.node(op, inputs, [((nbytes,), "int8", nbytes)], fn=OPS[op], source="model.py:1", flops=flops)[0]
+        flops = 2e6 if op.startswith("dot_general") else 1e3
+        made = [((nbytes,), "int8", nbytes)]
+        return self.node(op, inputs, made, fn=named(op), source="model.py:1", flops=flops)[0]
 
 
 def blocks(name: str, n_nodes: int, home: Callable[[int, int], int]) -> Placed:
@@ -100,12 +105,21 @@ def zigzag(n_nodes: int) -> Placed:
     return blocks("zigzag", n_nodes, lambda i, n: i % N_DEVICES)
 
 
-def shredded(n_nodes: int) -> Placed:
-    b = Draft("shredded")
+def hopping(name: str, n_nodes: int, op: Callable[[int], str]) -> Placed:
+    """A chain whose every node is on another device than the one before."""
+    b = Draft(name)
     h = b.input("x", (NARROW,), "int8", NARROW)
     for i in range(n_nodes):
-        h = b.op("dot_general", h, b.w(i % N_DEVICES))
+        h = b.op(op(i), h, b.w(i % N_DEVICES))
     return b.build([h]), b.held
+
+
+def shredded(n_nodes: int) -> Placed:
+    return hopping("shredded", n_nodes, lambda i: "dot_general")
+
+
+def unlike(n_nodes: int) -> Placed:
+    return hopping("unlike", n_nodes, lambda i: f"dot_general_{i}")
 
 
 def wide(n_nodes: int) -> Placed:
@@ -121,7 +135,7 @@ def wide(n_nodes: int) -> Placed:
     return b.build([b.op("concatenate", *ends)]), b.held
 
 
-KINDS: dict[str, Callable[[int], Placed]] = {f.__name__: f for f in (layers, zigzag, wide, shredded)}
+KINDS: dict[str, Callable[[int], Placed]] = {f.__name__: f for f in (layers, zigzag, wide, shredded, unlike)}
 
 
 def best_s(call: Callable[[], object], repetitions: int) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
 import sys
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arguments import check_devices, n_cpus, names, positive, ratios
 from minilm.interrupt import EXIT_CODE, CtrlC
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ examples:
 """
 
 QUERY = "how do I close a file when an error happens"
-MAX_CPUS = 64
 REFERENCE = Path(__file__).parent / "minilm" / "reference.npz"
 
 
@@ -49,38 +48,9 @@ class Options:
     limit: int | None
     json: bool
 
-    @property
-    def n_cpus(self) -> int:
-        """How many CPU devices JAX has to make for `devices`; 0 if none is named."""
-        cpus = (re.fullmatch(r"cpu(?::(\d+))?", device) for device in self.devices)
-        return max((int(match[1] or 0) + 1 for match in cpus if match), default=0)
-
 
 def parse(argv: Sequence[str] | None = None) -> Options:
     """Reads the command line; exits with a message where it makes no sense."""
-
-    def positive(text: str) -> int:
-        if not text.isdecimal() or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
-        return int(text)
-
-    def names(text: str) -> tuple[str, ...]:
-        found = tuple(name.strip() for name in text.split(","))
-        if not all(found) or len(set(found)) < len(found):
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected different devices, such as cpu:0,cpu:1")
-        return found
-
-    def split(text: str) -> str | tuple[float, ...]:
-        if text == "auto":
-            return text
-        try:
-            ratios = tuple(map(float, text.split(",")))
-        except ValueError:
-            ratios = ()
-        if not ratios or not all(0 < ratio < float("inf") for ratio in ratios):
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected auto, or a ratio for each device, such as 2,1")
-        return ratios
-
     parser = argparse.ArgumentParser(
         description="Embed Python's help topics with all-MiniLM-L6-v2, split over several devices, and search them.",
         epilog=EXAMPLES,
@@ -90,17 +60,13 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     add("--devices", type=names, default="cpu:0,cpu:1", metavar="A,B", help="where to run (default: %(default)s)")
     add("--n-copies", type=positive, default=4, metavar="N", help="batches in flight (default: %(default)s)")
     add("--batch", type=positive, default=16, metavar="N", help="passages in a batch (default: %(default)s)")
-    add("--split", type=split, default="auto", metavar="R,S", help="auto, or a share for each device (default: auto)")
+    add("--split", type=ratios, default="auto", metavar="R,S", help="auto, or a share for each device (default: auto)")
     add("--query", default=QUERY, metavar="TEXT", help="what to search for (default: %(default)r)")
     add("--top", type=positive, default=5, metavar="N", help="how many passages to show (default: %(default)s)")
     add("--limit", type=positive, metavar="N", help="embed only the first N passages")
     add("--json", action="store_true", help="print one JSON object as the last line")
     options = Options(**vars(parser.parse_args(argv)))
-    if options.n_cpus > MAX_CPUS:
-        parser.error(f"--devices asks for {options.n_cpus} CPU devices; at most {MAX_CPUS} make sense")
-    if isinstance(options.split, tuple) and len(options.split) != len(options.devices):
-        n_ratios, n_devices = len(options.split), len(options.devices)
-        parser.error(f"--split has {n_ratios} ratios for {n_devices} devices; give one for each, or auto")
+    check_devices(parser, options.devices, options.split)
     return options
 
 
@@ -115,8 +81,8 @@ async def search(options: Options) -> Report:
 
     import aiopipe as ap
 
-    if options.n_cpus:
-        jax.config.update("jax_num_cpu_devices", options.n_cpus)  # before JAX starts its CPU client
+    if n_cpus(options.devices):
+        jax.config.update("jax_num_cpu_devices", n_cpus(options.devices))  # before JAX starts its CPU client
 
     passages = text.passages(text.python_topics())[: options.limit]
     reference = dict(np.load(REFERENCE))

@@ -19,6 +19,7 @@ import embed as command
 import jax
 import numpy as np
 import pytest
+from arguments import n_cpus
 from hypothesis import given
 from hypothesis import strategies as st
 from minilm import model, text
@@ -283,9 +284,9 @@ def test_options():
     assert command.parse([]) == command.Options(("cpu:0", "cpu:1"), 4, 16, "auto", command.QUERY, 5, None, False)
     options = command.parse(["--devices", "gpu:0, cpu:2,cpu", "--split", "2,1,0.5", "--limit", "7", "--json"])
     assert options.devices == ("gpu:0", "cpu:2", "cpu") and options.split == (2.0, 1.0, 0.5)
-    assert options.limit == 7 and options.json and options.n_cpus == 3
-    assert command.parse(["--devices", "gpu:0"]).n_cpus == 0
-    assert command.parse(["--devices", "cpu"]).n_cpus == 1
+    assert options.limit == 7 and options.json and n_cpus(options.devices) == 3
+    assert n_cpus(command.parse(["--devices", "gpu:0"]).devices) == 0
+    assert n_cpus(command.parse(["--devices", "cpu"]).devices) == 1
 
 
 @pytest.mark.parametrize(

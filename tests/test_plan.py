@@ -14,7 +14,7 @@ from aiopipe.graph import Graph, Kind
 from aiopipe.sched.alloc import BackendSize, backend_sizes, check_memory, donations
 from aiopipe.sched.plan import Plan, make_plan, segments_of
 from aiopipe.sched.split import Split
-from graphs import Draft, FakeDevice, chain, gpus, random_graph
+from graphs import Draft, FakeDevice, FakeOp, chain, gpus, random_graph
 
 
 def split(index: int, backend: int, *depends: int) -> Split:
@@ -78,6 +78,28 @@ def test_a_plan_and_its_parts_are_frozen() -> None:
     for value in (plan, plan.splits[0], plan.launch_lists[0], plan.programs[0], plan.assignment, plan.sizes[0]):
         with pytest.raises((FrozenInstanceError, AttributeError, TypeError)):
             value.name = 1  # type: ignore[union-attr]
+
+
+def test_launch_lists_are_a_sequence() -> None:
+    plan = make_plan(graph := chain(3), gpus(3), weights=on(graph, 0, 1, 2))
+    lists = plan.launch_lists
+    assert len(lists) == 3 == len({feed.outputs for feed in lists})
+    assert [lists[0], lists[1], lists[-1]] == list(lists)
+    assert lists[1:] == tuple(lists)[1:]
+    with pytest.raises(IndexError):
+        lists[3]
+
+
+def test_equal_splits_of_one_backend_share_their_program() -> None:
+    b = Draft()
+    h = b.x()
+    for _ in range(6):
+        h = b.node("dot_general", [h, b.w()], [((8,), "int8", 8)], fn=FakeOp("dot"))[0]
+    graph = b.build([h])
+    programs = make_plan(graph, gpus(2), weights=on(graph, 0, 1, 0, 1, 0, 1)).programs
+    assert programs[2] is programs[4] and programs[3] is programs[5]
+    assert programs[2] is not programs[3] and programs[2].key == programs[3].key
+    assert programs[2].name == "graph_dot_general_2", "the first one's"
 
 
 def test_what_nobody_needs_any_more_is_let_go() -> None:

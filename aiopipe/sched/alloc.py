@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..devices.base import BufferType, Device, DeviceProps, DeviceType, MemoryStats
 from ..errors import AllocationError, PlacementError
 from ..graph import Graph, Tensor
-from .split import HOST, Split
+from .split import HOST, Split, last_uses
 
 __all__ = [
     "BackendSize",
@@ -57,50 +56,42 @@ def donations(graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps
     """For each split the positions of the inputs that its outputs may take over.
 
     State, by its own next value, where no other split reads it. Copies that the scheduler itself made from
-    another backend, in the last split that reads
-    them there, each matched with an output of its own shape and dtype. A user's input is never
-    donated (it may be the user's own array), nor a value that may be a view of its producer's
-    memory (`DeviceProps.view_nbytes`).
+    another backend, in the last split that reads them there, each matched with an output of its own shape
+    and dtype. A user's input is never donated (it may be the user's own array), nor a value that may be a
+    view of its producer's memory (`DeviceProps.view_nbytes`).
     """
-    last_reader: dict[tuple[int, int], int] = {}
-    copied: set[tuple[int, int]] = set()
+    stride = len(props) + 1
+    replaced = _replaced(graph, splits)
+    unseen: set[int] = set()  # copies (tensor on a backend) whose last reader is still to be found
     for split in splits:
-        for t in split.inputs:
-            last_reader[t, split.backend] = split.index
-        copied.update((c.tensor, split.backend) for c in split.copies if c.src != HOST)
-    tensors = graph.tensors
-    replaced = {leaf.id: new.id for leaf, new in zip(graph.state, graph.new_state, strict=True) if new is not leaf}
-    readers = Counter(t for split in splits for t in split.inputs if t in replaced)
+        for t, src, nbytes in split.brings:
+            if src != HOST and nbytes > props[split.backend].view_nbytes:
+                unseen.add(t * stride + split.backend)
     result: list[tuple[int, ...]] = []
-    for split in splits:
+    for split in reversed(splits):
+        own: list[int] = []
         made = set(split.outputs) if replaced else set()
-        state = [
-            position
-            for position, t in enumerate(split.inputs)
-            if t in replaced and readers[t] == 1 and replaced[t] in made
-        ]
-        view_nbytes = props[split.backend].view_nbytes
-        own = [
-            position
-            for position, t in enumerate(split.inputs)
-            if (t, split.backend) in copied
-            and last_reader[t, split.backend] == split.index
-            and tensors[t].nbytes > view_nbytes
-        ]
-        if not own:
-            result.append(tuple(state))
-            continue
+        state = [i for i, t in enumerate(split.inputs) if replaced.get(t) in made] if replaced else []
+        for position, t in enumerate(split.inputs) if unseen else ():
+            place = t * stride + split.backend
+            if place in unseen:
+                unseen.remove(place)
+                own.append(position)
         taken = {replaced[split.inputs[position]] for position in state}
-        free = Counter((tensors[t].shape, tensors[t].dtype) for t in split.outputs if t not in taken)
-        donated = state
-        for position in own:
-            tensor = tensors[split.inputs[position]]
-            kind = (tensor.shape, tensor.dtype)
-            if free[kind] > 0:
-                free[kind] -= 1
-                donated.append(position)
-        result.append(tuple(donated))
+        result.append((*state, *(_matched(graph, split, own, taken) if own else ())))
+    result.reverse()
     return tuple(result)
+
+
+def _replaced(graph: Graph, splits: Sequence[Split]) -> dict[int, int]:
+    """State that a single split reads -> the value that takes its place."""
+    new = {leaf.id: made.id for leaf, made in zip(graph.state, graph.new_state, strict=True) if made is not leaf}
+    readers = dict.fromkeys(new, 0)
+    for split in splits if new else ():
+        for t in split.inputs:
+            if t in readers:
+                readers[t] += 1
+    return {t: made for t, made in new.items() if readers[t] == 1}
 
 
 def marker_of(tensors: Sequence[Tensor], outputs: Sequence[int], new_state: Container[int]) -> int:
@@ -112,6 +103,28 @@ def marker_of(tensors: Sequence[Tensor], outputs: Sequence[int], new_state: Cont
     return min(sizes)[1] if sizes else len(outputs)
 
 
+def _matched(graph: Graph, split: Split, own: Sequence[int], taken: Container[int]) -> tuple[int, ...]:
+    """Those of the positions in a split's inputs that have an output of the same type, each one of its own.
+
+    Outputs that are `taken` already are no one's.
+    """
+    tensors = graph.tensors
+    free: dict[Hashable, int] = {}
+    for t in split.outputs:
+        if t in taken:
+            continue
+        kind = tensors[t].shape, tensors[t].dtype
+        free[kind] = free.get(kind, 0) + 1
+    matched = []
+    for position in own:
+        tensor = tensors[split.inputs[position]]
+        kind = tensor.shape, tensor.dtype
+        if free.get(kind, 0) > 0:
+            free[kind] -= 1
+            matched.append(position)
+    return tuple(matched)
+
+
 def backend_sizes(
     graph: Graph,
     splits: Sequence[Split],
@@ -121,6 +134,7 @@ def backend_sizes(
     donate: Sequence[tuple[int, ...]],
     state_homes: Sequence[int] = (),
     memory: Sequence[MemoryStats] = (),
+    last: Mapping[int, int] | None = None,
 ) -> tuple[BackendSize, ...]:
     """The size of a plan on each backend.
 
@@ -132,20 +146,19 @@ def backend_sizes(
         donate: from `donations`.
         state_homes: for each leaf of the state the index of its backend.
         memory: for each split what its executable needs; empty before compiling.
+        last: from `last_uses` with one more than the backends, if that is known already.
     """
     temp = [0] * len(props)
     for split, stats in zip(splits, memory, strict=False):
         temp[split.backend] = max(temp[split.backend], stats.temp_nbytes)
-    held = _Held(graph, splits, props)
+    held = _Held(graph, splits, props, last_uses(splits, len(props) + 1) if last is None else last)
     for split, donated in zip(splits, donate, strict=True):
         held.launch(split, donated)
+    held_weights = [sum([graph.tensors[t].nbytes for t in ids]) for ids in weights]
     of_state = [0] * len(props)
     for leaf, b in zip(graph.state, state_homes, strict=True):
         of_state[b] += leaf.nbytes
-    return tuple(
-        BackendSize(sum(graph.tensors[t].nbytes for t in weights[b]), held.peak[b], temp[b], of_state[b])
-        for b in range(len(props))
-    )
+    return tuple(map(BackendSize, held_weights, held.peak, temp, of_state))
 
 
 class _Held:
@@ -156,28 +169,22 @@ class _Held:
     evaluations in flight may be at their worst point at once, as where a slow device makes them queue.
     """
 
-    def __init__(self, graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps]) -> None:
-        self.tensors = graph.tensors
+    def __init__(
+        self, graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps], last: Mapping[int, int]
+    ) -> None:
+        self.graph = graph
         self.props = props
         self.now = [0] * len(props)
-        self.made_by = graph.producers()
         self.results = {t.id for t in graph.kept}
         self.new_state = {new.id: leaf.id for leaf, new in zip(graph.state, graph.new_state, strict=True)}
-        self.last_use: dict[tuple[int, int], int] = {}  # (tensor, backend) -> the last split that reads it there
-        self.alive: dict[tuple[int, int], int] = {}  # (tensor, backend) -> bytes
-        first: dict[int, int] = {}  # input -> the backend that reads it first
+        self.stride = len(props) + 1
+        self.last_use = last
+        self.alive: dict[int, int] = {}  # tensor on a backend -> bytes
+        self.first: dict[int, int] = {}  # input -> the backend that reads it first
         for split in splits:
-            for t in split.inputs:
-                self.last_use[t, split.backend] = split.index
-            for c in split.copies:
-                if c.src == HOST:
-                    first.setdefault(c.tensor, split.backend)
-                else:
-                    self.last_use[c.tensor, c.src] = split.index
-        self.first = first
-        self.uses: dict[int, list[tuple[int, int]]] = {}
-        for value, index in self.last_use.items():
-            self.uses.setdefault(index, []).append(value)
+            for t, src, _ in split.brings:
+                if src == HOST:
+                    self.first.setdefault(t, split.backend)
         for tensor in graph.inputs:
             self._capture(tensor.id, tensor.nbytes)
         self.peak = list(self.now)
@@ -195,35 +202,54 @@ class _Held:
 
     def launch(self, split: Split, donated: Sequence[int]) -> None:
         """Add what a split brings and makes, note the peak, let go of what nobody reads afterwards."""
-        here, alive, tensors = split.backend, self.alive, self.tensors
-        for copy in split.copies:
-            if copy.src == HOST and copy.tensor in self.results:
-                in_place = here == self.first[copy.tensor]
-            else:
-                in_place = copy.src == HOST and self.props[here].aliases_host
-            if not in_place:
-                self._add(copy.tensor, here, copy.nbytes)
-        self.peak[here] = max(self.peak[here], self.now[here])
+        here, stride, now, alive, tensors = split.backend, self.stride, self.now, self.alive, self.graph.tensors
+        held = now[here]
+        for t, src, nbytes in split.brings:
+            if src != HOST or not self._is_in_place(t, here):
+                alive[t * stride + here] = nbytes
+                held += nbytes
+        peak = max(self.peak[here], held)
         for position in donated:
-            self.now[here] -= alive.pop((split.inputs[position], here), 0)
-        old = {split.inputs[position] for position in donated}
-        for t in split.outputs:  # state that takes over the memory of the state before it is counted with the states
-            self._add(t, here, 0 if self.new_state.get(t) in old else tensors[t].nbytes)
-        position = marker_of(tensors, split.outputs, self.new_state)
-        marker = -1 if position == len(split.outputs) else split.outputs[position]
-        if marker < 0:
-            self.now[here] += 1  # a token
-        self.peak[here] = max(self.peak[here], self.now[here])
-        again = set(split.recomputed)
+            held -= alive.pop(split.inputs[position] * stride + here, 0)
         for t in split.outputs:
-            if t == marker or (t in self.results and self.made_by[t] not in again):
-                alive.pop((t, here))  # to the end: nothing will subtract it
-        for t, backend in self.uses.get(split.index, ()):
-            self.now[backend] -= alive.pop((t, backend), 0)
+            held += tensors[t].nbytes
+        if self.new_state:  # what takes over the memory of the state before it is counted with the states
+            old = {split.inputs[position] for position in donated}
+            held -= sum(tensors[t].nbytes for t in split.outputs if self.new_state.get(t) in old)
+        if not split.outputs or (self.new_state and self.new_state.keys() >= set(split.outputs)):
+            held += 1  # a token
+        now[here] = held
+        self.peak[here] = max(peak, held)
+        if len(split.outputs) > 1:  # one alone is the marker, and stays to the end
+            self._note_outputs(split)
+        self._let_go(split)
 
-    def _add(self, t: int, backend: int, nbytes: int) -> None:
-        self.alive[t, backend] = nbytes
-        self.now[backend] += nbytes
+    def _is_in_place(self, t: int, here: int) -> bool:
+        """Whether an input is read where it was captured."""
+        return here == self.first[t] if t in self.results else self.props[here].aliases_host
+
+    def _note_outputs(self, split: Split) -> None:
+        """The outputs that will be let go: not the marker, nor the graph's results."""
+        tensors = self.graph.tensors
+        position = marker_of(tensors, split.outputs, self.new_state)
+        marker = split.outputs[position] if position < len(split.outputs) else None
+        again = {t for i in split.recomputed for t in self.graph.nodes[i].outputs}
+        for t in split.outputs:
+            if t != marker and (t not in self.results or t in again):
+                self.alive[t * self.stride + split.backend] = tensors[t].nbytes
+
+    def _let_go(self, split: Split) -> None:
+        """Subtract what no split reads after this one."""
+        index, here, stride, last_use = split.index, split.backend, self.stride, self.last_use
+        now, alive = self.now, self.alive
+        for t in split.inputs:
+            place = t * stride + here
+            if last_use[place] == index and place in alive:
+                now[here] -= alive.pop(place)
+        for t, src, _ in split.brings:
+            place = t * stride + src
+            if src != HOST and last_use[place] == index and place in alive:
+                now[src] -= alive.pop(place)
 
 
 def check_memory(

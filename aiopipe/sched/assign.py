@@ -121,21 +121,22 @@ class _Placing(Decided):
         A node that reads nothing but weights that decide nothing (replicated, or not placed yet),
         and a view of an input, could be anywhere: it is best where its result is read.
         """
-        tensors, backend = self.graph.tensors, self.backend
+        tensors, backend, is_view = self.graph.tensors, self.backend, self.is_view
         constant = bytearray(len(tensors))  # 1: from weights alone; 2: from nothing at all
         shows_input = bytearray(len(tensors))
-        for tid, tensor in enumerate(tensors):
-            if tensor.kind is Kind.INPUT:
-                shows_input[tid] = 1
-            elif tensor.kind is Kind.WEIGHT:
-                constant[tid] = 1
-                held = self.leaf_backends[tid]
-                if len(held) == 1:
-                    self.holder[tid] = held[0]
-                elif held:
-                    self.replicas[tid] = held
+        for tensor in self.graph.inputs:
+            shows_input[tensor.id] = 1
+        held_by, holder = self.leaf_backends, self.holder
+        for tensor in self.graph.weights:
+            tid = tensor.id
+            constant[tid] = 1
+            held = held_by[tid]
+            if len(held) == 1:
+                holder[tid] = held[0]
+            elif held:
+                self.replicas[tid] = held
         for node in self.graph.nodes:
-            inputs, i = node.inputs, node.index
+            i, inputs = node.index, node.inputs
             for t in inputs:
                 if not constant[t]:
                     break
@@ -143,7 +144,7 @@ class _Placing(Decided):
                 if not node.has_effect:
                     self._trace_constant(node, constant)
                 continue
-            if self.is_view[i] and shows_input[inputs[0]] and backend[i] < 0:
+            if is_view[i] and shows_input[inputs[0]] and backend[i] < 0:
                 for out in node.outputs:
                     shows_input[out] = 1
                 self.floating.add(i)
@@ -297,20 +298,22 @@ class _Placing(Decided):
 
     def place_leaves(self) -> None:
         """``1.inp`` for inputs; weights that nobody holds go beside their first consumer, state its maker (``3``)."""
+        backends, cause = self.leaf_backends, self.leaf_cause
         places = [(b,) for b in range(len(self.devices))]
+        for tensor in self.graph.inputs:
+            if not backends[tensor.id]:
+                backends[tensor.id], cause[tensor.id] = places[self.last], "1.inp"
         for leaf, new in zip(self.graph.state, self.graph.new_state, strict=True):
-            if not self.leaf_backends[leaf.id] and self.made_by[new.id] >= 0:
-                self.leaf_backends[leaf.id] = places[self.backend[self.made_by[new.id]]]
-                self.leaf_cause[leaf.id] = "3"
-        for node in self.graph.nodes:
-            here = places[self.backend[node.index]]
+            if not backends[leaf.id] and self.made_by[new.id] >= 0:
+                backends[leaf.id], cause[leaf.id] = places[self.backend[self.made_by[new.id]]], "3"
+        left = {tensor.id for tensor in self.graph.weights + self.graph.state if not backends[tensor.id]}
+        for node in self.graph.nodes if left else ():
             for t in node.inputs:
-                if self.made_by[t] < 0 and not self.leaf_backends[t] and self.graph.tensors[t].kind is not Kind.INPUT:
-                    self.leaf_backends[t], self.leaf_cause[t] = here, "3"
-        for tensor in self.graph.leaves:
-            if not self.leaf_backends[tensor.id]:
-                self.leaf_backends[tensor.id] = (self.last,)
-                self.leaf_cause[tensor.id] = "1.inp" if tensor.kind is Kind.INPUT else "3"
+                if t in left and not backends[t]:
+                    backends[t], cause[t] = places[self.backend[node.index]], "3"
+        for t in left:
+            if not backends[t]:  # nobody reads it
+                backends[t], cause[t] = places[self.last], "3"
 
     # -- helpers -------------------------------------------------------------------------------
 

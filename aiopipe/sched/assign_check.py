@@ -41,12 +41,14 @@ def check_arguments(
             raise PlacementError(
                 f"weights or pins name tensor {tid}, expected 0 to {len(tensors) - 1} (graph {graph.name!r})"
             )
+    given, made = Kind.INPUT, Kind.NODE
     for tid, held in weights.items():
         kind = tensors[tid].kind
-        if kind is Kind.INPUT or kind is Kind.NODE:
+        if kind is given or kind is made:
             raise PlacementError(f"weights name {tensors[tid].describe()}, which is of kind {kind.value!r}: pin it")
         for backend in held:
-            known(backend, tensors[tid].describe())
+            if not 0 <= backend <= last:  # there may be many, and most are right
+                known(backend, tensors[tid].describe())
     for tid, backend in pins.items():
         known(backend, f"the pin of {tensors[tid].describe()}")
     if cut is not None and len(cut) != len(graph.nodes):

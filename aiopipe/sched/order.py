@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..graph import Graph, Kind, Node
+from ..graph import Graph, Node
 from .assign import Assignment
 
 __all__ = ["Runs", "in_rounds", "make_runs"]
@@ -45,7 +45,9 @@ def make_runs(
     """
     runs = Runs()
     tensors, home, sources, begin = graph.tensors, assignment.node_backend, runs.sources, runs.begin
-    constant = bytearray(tensor.kind is Kind.WEIGHT for tensor in tensors)
+    constant = bytearray(len(tensors))
+    for tensor in graph.weights:
+        constant[tensor.id] = 1
     at_home = [-1] * (len(graph.nodes) + 1)  # node -> its run at home; the last entry answers for -1, a leaf
     away: dict[int, int] = {}  # node and backend -> a run elsewhere
     newest_effect: dict[int, int] = {}
@@ -91,16 +93,17 @@ def make_runs(
     return runs
 
 
-def in_rounds(graph: Graph, runs: Runs) -> list[list[int]]:
-    """The runs of each split, ascending, in the order of the splits."""
+def in_rounds(graph: Graph, runs: Runs) -> list[tuple[int, ...]]:
+    """The runs of each split, ascending, in the order of the splits.
+
+    Tuples, not lists: there may be as many as nodes, and the garbage collector looks at a tuple of
+    numbers but once.
+    """
     rounds = _part(graph, runs, _schedule(runs))
-    _pull_lazy(runs, rounds)
-    for members in rounds:
-        members.sort()
-    return rounds
+    return _with_lazy(runs, rounds) if 1 in runs.lazy else rounds
 
 
-def _schedule(runs: Runs) -> list[list[int]]:
+def _schedule(runs: Runs) -> list[tuple[int, ...]]:
     """Group the runs into splits: stay on a backend while anything there can run.
 
     Then go on with the first run, in the graph's order, that is left. It can always run, and its round
@@ -113,9 +116,10 @@ def _schedule(runs: Runs) -> list[list[int]]:
     ready: dict[int, list[int]] = {}
     for run, backend in enumerate(backends):
         ready.setdefault(backend, []).append(run)
-    waiting: dict[int, list[int]] = {}
+    waiting = [-1] * n  # run -> the newest that waits on it
+    behind = [-1] * n  # run that waits -> the one that came before it, on the same
     looked = begin[:]
-    rounds: list[list[int]] = []
+    rounds: list[tuple[int, ...]] = []
     for first in range(n):
         if done[first] or lazy[first]:
             continue
@@ -124,34 +128,36 @@ def _schedule(runs: Runs) -> list[list[int]]:
         members = []
         for run in queue:  # grows on the way
             for k in range(looked[run], begin[run + 1]):
-                if not done[sources[k]]:
+                source = sources[k]
+                if not done[source]:
                     looked[run] = k
-                    waiting.setdefault(sources[k], []).append(run)
+                    behind[run], waiting[source] = waiting[source], run
                     break
             else:
                 done[run] = 1
                 if not lazy[run]:
                     members.append(run)
-                if run in waiting:
-                    for woken in waiting.pop(run):
-                        (queue if backends[woken] == backend else ready[backends[woken]]).append(woken)
-        rounds.append(members)
+                woken = waiting[run]
+                while woken >= 0:
+                    (queue if backends[woken] == backend else ready[backends[woken]]).append(woken)
+                    woken = behind[woken]
+        rounds.append(tuple(sorted(members)))
     return rounds
 
 
-def _pull_lazy(runs: Runs, rounds: list[list[int]]) -> None:
-    """Put each lazy run into the first round that reads it."""
-    if 1 not in runs.lazy:
-        return
-    left = runs.lazy + b"\x00"
-    for members in rounds:
+def _with_lazy(runs: Runs, rounds: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The rounds with each lazy run in the first that reads it."""
+    left = runs.lazy + b"\x00"  # the last entry answers for -1, a leaf
+    full = []
+    for round_ in rounds:
+        members = list(round_)
         for run in members:  # grows on the way
             for source in runs.sources[runs.begin[run] : runs.begin[run + 1]]:
                 if left[source]:
                     left[source] = 0
                     members.append(source)
-
-
+        full.append(tuple(sorted(members)))
+    return full
 
 
 def _seconds(node: Node) -> float:
@@ -164,42 +170,59 @@ def _seconds(node: Node) -> float:
     return 0.0 if node.is_view or node.is_cheap else node.flops / 5e10 + node.nbytes / 1e10
 
 
-def _part(graph: Graph, runs: Runs, rounds: list[list[int]]) -> list[list[int]]:
+def _seconds_of(graph: Graph, runs: Runs, members: Sequence[int]) -> float:
+    return sum([_seconds(graph.nodes[runs.node[run]]) for run in members])
+
+
+def _part(graph: Graph, runs: Runs, rounds: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Part rounds whose beginning need not wait for what their end waits for.
 
     For each run: the newest other round that it needs, by itself or through runs of its own round. Runs
     that need only older rounds go first, as a round of their own, if both they and the round that
     the others wait for are long enough.
     """
-    home = [-1] * (len(runs.node) + 1)
+    home = [-1] * (len(runs.node) + 1)  # the last entry answers for -1, a leaf; so it does in `needs`
+    needs = home[:]
     for r, members in enumerate(rounds):
         for run in members:
             home[run] = r
-    needs = [-1] * (len(runs.node) + 1)
-    sources, begin, lazy = runs.sources, runs.begin, runs.lazy + b"\x00"
-    work: list[float] = []
-    parted: list[list[int]] = []
+    sources, begin = runs.sources, runs.begin
+    lazy = runs.lazy + b"\x00" if 1 in runs.lazy else b""
+    seconds: dict[int, float] = {}  # of those rounds that others were parted for
+    parted: list[tuple[int, ...]] = []
     for r, members in enumerate(rounds):
-        members.sort()
         newest = -1
         for run in members:
-            need, stack, seen = -1, sources[begin[run] : begin[run + 1]], set[int]()
-            while stack:
-                source = stack.pop()
-                if lazy[source]:  # it will be in this round: what it needs counts
-                    if source not in seen:
-                        seen.add(source)
-                        stack.extend(sources[begin[source] : begin[source + 1]])
-                else:
-                    need = max(need, needs[source] if home[source] == r else home[source])
+            read = sources[begin[run] : begin[run + 1]]
+            need = -1
+            for source in _through_lazy(runs, lazy, read) if lazy else read:
+                known = needs[source] if home[source] == r else home[source]
+                if known > need:
+                    need = known
             needs[run] = need
-            newest = max(newest, need)
-        seconds = {run: _seconds(graph.nodes[runs.node[run]]) for run in members}
-        work.append(sum(seconds.values()))
-        early = [run for run in members if needs[run] < newest]
-        if early and work[newest] >= WORTH_PARTING_S and sum(seconds[run] for run in early) >= WORTH_PARTING_S:
-            parted.append(early)
-            parted.append([run for run in members if needs[run] == newest])
+            if need > newest:
+                newest = need
+        early = [run for run in members if needs[run] < newest] if len(members) > 1 else []
+        if early and newest not in seconds:
+            seconds[newest] = _seconds_of(graph, runs, rounds[newest])
+        if early and seconds[newest] >= WORTH_PARTING_S and _seconds_of(graph, runs, early) >= WORTH_PARTING_S:
+            parted.append(tuple(early))
+            parted.append(tuple([run for run in members if needs[run] == newest]))
         else:
             parted.append(members)
     return parted
+
+
+def _through_lazy(runs: Runs, lazy: Sequence[int], read: list[int]) -> list[int]:
+    """What `read` comes down to: a lazy run will be in the round that reads it, so what it needs counts."""
+    if not any([lazy[source] for source in read]):
+        return read
+    found, stack, seen = [], read, set[int]()
+    while stack:
+        source = stack.pop()
+        if not lazy[source]:
+            found.append(source)
+        elif source not in seen:
+            seen.add(source)
+            stack.extend(runs.sources[runs.begin[source] : runs.begin[source + 1]])
+    return found

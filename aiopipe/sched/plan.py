@@ -9,8 +9,9 @@ that holds it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, overload
 
 from ..devices.base import Device, Program
 from ..graph import Graph, Kind
@@ -19,13 +20,12 @@ from .assign import Assignment, assign
 from .lower import lower
 from .plan_dot import plan_dot
 from .plan_text import Detail, plan_text
-from .split import HOST, Split, split_graph
+from .split import HOST, Split, last_uses, split_graph
 
-__all__ = ["LaunchList", "Plan", "Segment", "feeds_for_lanes", "make_plan", "segments_of"]
+__all__ = ["LaunchList", "LaunchLists", "Plan", "Segment", "feeds_for_lanes", "make_plan", "segments_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchList:
+class LaunchList(NamedTuple):
     """How one split gets its operands and where its results go, as environment slots.
 
     Attributes:
@@ -44,6 +44,51 @@ class LaunchList:
     outputs: tuple[int, ...]
     frees: tuple[int, ...]
     marker: int
+
+
+_Pairs = tuple[tuple[int, int], ...]
+_Row = tuple[_Pairs, _Pairs, _Pairs, tuple[int, ...], tuple[int, ...], int]  # the fields of a `LaunchList`
+
+
+class LaunchLists(Sequence[LaunchList]):
+    """The launch lists of all splits, kept field by field.
+
+    There may be as many as nodes. Tuples of numbers the garbage collector looks at but once, named
+    tuples in each full collection; so these are made when they are asked for.
+
+    Args:
+        rows: the fields of each.
+    """
+
+    __slots__ = ("_columns",)
+
+    def __init__(self, rows: Iterable[_Row]) -> None:
+        columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
+        weights, gather, moves, outputs, frees, marker = columns
+        for w, g, m, o, f, k in rows:
+            weights.append(w)
+            gather.append(g)
+            moves.append(m)
+            outputs.append(o)
+            frees.append(f)
+            marker.append(k)
+        self._columns = columns
+
+    @overload
+    def __getitem__(self, index: int) -> LaunchList: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[LaunchList, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> LaunchList | tuple[LaunchList, ...]:
+        found: list[Any] = [column[index] for column in self._columns]
+        return tuple(map(LaunchList, *found)) if isinstance(index, slice) else LaunchList(*found)
+
+    def __iter__(self) -> Iterator[LaunchList]:
+        return map(LaunchList, *self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +133,7 @@ class Plan:
     assignment: Assignment = field(repr=False)
     splits: tuple[Split, ...]
     programs: tuple[Program, ...] = field(repr=False)
-    launch_lists: tuple[LaunchList, ...] = field(repr=False)
+    launch_lists: LaunchLists = field(repr=False)
     used_inputs: tuple[int, ...]
     n_slots: int
     results: tuple[tuple[str, int], ...]
@@ -106,7 +151,7 @@ class Plan:
     @property
     def copied_nbytes(self) -> int:
         """Bytes that each evaluation moves between backends, the host's inputs not counted."""
-        return sum(c.nbytes for split in self.splits for c in split.copies if c.src != HOST)
+        return sum(nbytes for split in self.splits for _, src, nbytes in split.brings if src != HOST)
 
     def text(self, detail: Detail = 1) -> str:
         """The plan for people to read; ``print(plan)`` shows level 1.
@@ -157,36 +202,31 @@ def make_plan(
     Raises:
         PlacementError: no device can run some op, or a pin asks for one that cannot.
     """
-    held_already, pinned, kept = weights or {}, pins or {}, state or {}
-    assignment = assign(
-        graph, devices, weights=held_already, pins=pinned, state=kept, cut=cut, op_offload=op_offload
-    )
+    held, pinned, kept = weights or {}, pins or {}, state or {}
+    assignment = assign(graph, devices, weights=held, pins=pinned, state=kept, cut=cut, op_offload=op_offload)
     splits = split_graph(graph, assignment)
     props = [device.props for device in devices]
     donated = donations(graph, splits, props)
     programs = lower(graph, splits, donated)
-    held: list[set[int]] = [set() for _ in devices]
-    for split in splits:
-        held[split.backend].update(t for t in split.inputs if graph.tensors[t].kind is Kind.WEIGHT)
-    for tensor in graph.outputs:  # a weight that is returned is held somewhere, read or not
-        if tensor.kind is Kind.WEIGHT and not any(tensor.id in h for h in held):
-            held[assignment.leaf_backends[tensor.id][0]].add(tensor.id)
-    frozen = tuple(frozenset(h) for h in held)
+    last = last_uses(splits, len(devices) + 1)
     homes = tuple(assignment.leaf_backends[leaf.id][0] for leaf in graph.state)
-    feed = _Feed(graph, splits, assignment, homes)
+    feed = _Feed(graph, splits, assignment, homes, len(devices), last)
+    weights_read = tuple(frozenset(held) for held in feed.weights)
     return Plan(
         graph=graph,
         devices=tuple(devices),
         assignment=assignment,
         splits=splits,
         programs=programs,
-        launch_lists=tuple(feed.launch_lists),
+        launch_lists=feed.launch_lists,
         used_inputs=tuple(feed.used_inputs),
         n_slots=feed.n_slots,
         results=tuple(feed.results),
         sinks=_sinks(splits),
-        weights=frozen,
-        sizes=backend_sizes(graph, splits, props, weights=frozen, donate=donated, state_homes=homes),
+        weights=weights_read,
+        sizes=backend_sizes(
+            graph, splits, props, weights=weights_read, donate=donated, state_homes=homes, last=last
+        ),
         state=tuple(feed.state),
         state_homes=homes,
     )
@@ -198,98 +238,107 @@ def _sinks(splits: Sequence[Split]) -> tuple[int, ...]:
 
 
 class _Feed:
-    """Numbers the environment's slots and writes the launch lists."""
+    """Numbers the environment's slots and writes the launch lists. What it finds are the fields of `Plan`.
+
+    A value on a backend is one number, as in `last_uses`.
+    """
 
     def __init__(
-        self, graph: Graph, splits: Sequence[Split], assignment: Assignment, homes: Sequence[int]
+        self,
+        graph: Graph,
+        splits: Sequence[Split],
+        assignment: Assignment,
+        homes: Sequence[int],
+        n_backends: int,
+        last: Mapping[int, int],
     ) -> None:
         self.graph = graph
-        self.new_state = frozenset(t.id for t in graph.new_state)
-        self.state: list[tuple[int, int, int]] = []
-        self.launch_lists: list[LaunchList] = []
         self.used_inputs: list[int] = []
-        self.results: list[tuple[str, int]] = []
-        self.n_slots = 0
-        self._host: dict[int, int] = {}  # input tensor -> slot of its captured value
-        self._slots: dict[tuple[int, int], int] = {}  # (tensor, backend) -> slot
-        self._number_inputs(splits)
-        self._number_state(splits, homes)
-        drafts = [self._draft(split) for split in splits]
-        self._collect_results(assignment)
-        self._collect_state(assignment, homes)
-        self._finish(drafts)
+        self.weights: list[set[int]] = [set() for _ in range(n_backends)]
+        self._stride = n_backends + 1
+        self._slots: dict[int, int] = {}  # value on a backend, or on the host -> slot
+        returned = self._returned(assignment)
+        self._new_state = frozenset(t.id for t in graph.new_state)
+        never_let_go = [place for kind, place in returned if kind != "weight"]
+        never_let_go += [t.id * self._stride + b for t, b in zip(graph.new_state, homes, strict=True)]
+        self._last = {**last, **dict.fromkeys(never_let_go, len(splits))}
+        self._number_inputs()
+        for leaf, home in zip(graph.state, homes, strict=True):
+            if leaf.id * self._stride + home in last:
+                self._slots[leaf.id * self._stride + home] = len(self._slots)
+        self.launch_lists = LaunchLists(map(self._row, splits))
+        self.state = self._state(homes)
+        self.n_slots = len(self._slots)
+        self.results = [(kind, i if kind == "weight" else self._slots[i]) for kind, i in returned]
+        for kind, t in returned:  # a weight that is returned is held somewhere, read or not
+            if kind == "weight" and not any(t in held for held in self.weights):
+                self.weights[assignment.leaf_backends[t][0]].add(t)
 
-    def _number_inputs(self, splits: Sequence[Split]) -> None:
-        read = {t for split in splits for t in split.inputs}
-        read.update(t.id for t in self.graph.outputs)
-        for position, tensor in enumerate(self.graph.inputs):
-            if tensor.id in read:
-                self._host[tensor.id] = self._new_slot()
-                self.used_inputs.append(position)
+    def _returned(self, assignment: Assignment) -> list[tuple[str, int]]:
+        """For each output of the graph its kind, and the value on its backend, or the weight's id."""
+        made_by, returned = self.graph.producers(), []
+        for tensor in self.graph.outputs:
+            if tensor.kind is Kind.WEIGHT:
+                returned.append(("weight", tensor.id))
+            elif tensor.kind is Kind.INPUT:
+                returned.append(("input", tensor.id * self._stride + HOST))
+            else:
+                returned.append(("env", tensor.id * self._stride + assignment.node_backend[made_by[tensor.id]]))
+        return returned
 
-    def _number_state(self, splits: Sequence[Split], homes: Sequence[int]) -> None:
-        read = {t for split in splits for t in split.inputs} if homes else set()
-        for leaf, home in zip(self.graph.state, homes, strict=True):
-            if leaf.id in read:
-                self._slots[leaf.id, home] = self._new_slot()
-
-    def _collect_state(self, assignment: Assignment, homes: Sequence[int]) -> None:
-        made_by = self.graph.producers() if homes else []
+    def _state(self, homes: Sequence[int]) -> list[tuple[int, int, int]]:
+        """`Plan.state`."""
+        found = []
         for position, (leaf, new, home) in enumerate(
             zip(self.graph.state, self.graph.new_state, homes, strict=True)
         ):
-            enter, leave = self._slots.get((leaf.id, home), -1), -1
-            if new is not leaf:
-                leave = self._slots[new.id, assignment.node_backend[made_by[new.id]]]
+            enter = self._slots.get(leaf.id * self._stride + home, -1)
+            leave = -1 if new is leaf else self._slots[new.id * self._stride + home]
             if enter >= 0 or leave >= 0:
-                self.state.append((position, enter, leave))
+                found.append((position, enter, leave))
+        return found
 
-    def _new_slot(self) -> int:
-        self.n_slots += 1
-        return self.n_slots - 1
+    def _number_inputs(self) -> None:
+        """Slots for the inputs that some split brings to its backend, or that are returned."""
+        for position, tensor in enumerate(self.graph.inputs):
+            place = tensor.id * self._stride + HOST
+            if place in self._last:
+                self._slots[place] = len(self._slots)
+                self.used_inputs.append(position)
 
-    def _draft(self, split: Split) -> LaunchList:
-        moves = []
-        for copy in split.copies:
-            read = self._host[copy.tensor] if copy.src == HOST else self._slots[copy.tensor, copy.src]
-            fill = self._slots[copy.tensor, split.backend] = self._new_slot()
+    def _row(self, split: Split) -> _Row:
+        index, here, stride, tensors = split.index, split.backend, self._stride, self.graph.tensors
+        slots, last, weight = self._slots, self._last, Kind.WEIGHT
+        held = self.weights[here]
+        weights, gather, moves, outputs, frees, moved = [], [], [], [], [], []
+        for t, src, _ in split.brings:
+            place = t * stride + src
+            read = slots[place]
+            fill = slots[t * stride + here] = len(slots)
             moves.append((read, fill))
-        weights, gather = [], []
-        for position, t in enumerate(split.inputs):
-            if self.graph.tensors[t].kind is Kind.WEIGHT:
-                weights.append((position, t))
-            else:
-                gather.append((position, self._slots[t, split.backend]))
-        outputs = []
+            if last[place] == index:
+                moved.append(read)
         for t in split.outputs:
-            slot = self._slots[t, split.backend] = self._new_slot()
+            place = t * stride + here
+            slot = slots[place] = len(slots)
             outputs.append(slot)
-        marker = marker_of(self.graph.tensors, split.outputs, self.new_state)
-        return LaunchList(tuple(weights), tuple(gather), tuple(moves), tuple(outputs), (), marker)
-
-    def _collect_results(self, assignment: Assignment) -> None:
-        made_by = self.graph.producers()
-        for tensor in self.graph.outputs:
-            if tensor.kind is Kind.WEIGHT:
-                self.results.append(("weight", tensor.id))
-            elif tensor.kind is Kind.INPUT:
-                self.results.append(("input", self._host[tensor.id]))
+            if place not in last:
+                frees.append(slot)
+        for position, t in enumerate(split.inputs):
+            place = t * stride + here
+            if tensors[t].kind is weight:
+                weights.append((position, t))
+                held.add(t)
             else:
-                home = assignment.node_backend[made_by[tensor.id]]
-                self.results.append(("env", self._slots[tensor.id, home]))
-
-    def _finish(self, drafts: Sequence[LaunchList]) -> None:
-        """Let each slot go after its last use: backwards, where a slot that was not seen yet is used last."""
-        used_later = {slot for kind, slot in self.results if kind != "weight"}
-        used_later.update(leave for _, _, leave in self.state)
-        for draft in reversed(drafts):
-            touched = [*draft.outputs, *(slot for _, slot in draft.gather), *(s for move in draft.moves for s in move)]
-            frees = tuple(slot for slot in dict.fromkeys(touched) if slot not in used_later)
-            used_later.update(frees)
-            self.launch_lists.append(
-                LaunchList(draft.weights, draft.gather, draft.moves, draft.outputs, frees, draft.marker)
-            )
-        self.launch_lists.reverse()
+                slot = slots[place]
+                gather.append((position, slot))
+                if last[place] == index:
+                    frees.append(slot)
+        frees += moved
+        marker = 0
+        if len(outputs) > 1 or self._new_state:
+            marker = marker_of(tensors, split.outputs, self._new_state)
+        return tuple(weights), tuple(gather), tuple(moves), tuple(outputs), tuple(frees), marker
 
 
 def feeds_for_lanes(plan: Plan, lane_of: Sequence[int]) -> list[LaunchList]:
@@ -315,7 +364,7 @@ def feeds_for_lanes(plan: Plan, lane_of: Sequence[int]) -> list[LaunchList]:
             for slot in feed.frees
             if all(i in before or lane_of[plan.splits[i].backend] == lane for i in users[slot])
         )
-        feeds.append(replace(feed, frees=frees))
+        feeds.append(feed._replace(frees=frees))
     return feeds
 
 

@@ -11,21 +11,21 @@ changes. Here three passes do it, each a walk over the graph, and none touches t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..graph import Graph, Kind, Node
 from .assign import Assignment
 from .order import Runs, in_rounds, make_runs
 
-__all__ = ["HOST", "Copy", "Split", "split_graph"]
+__all__ = ["HOST", "Copy", "Split", "last_uses", "split_graph"]
 
 HOST = -1
 """`Copy.src` of a graph input: the host's staging buffer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """A value that a split brings to its backend, once per evaluation.
 
     Weights are never among them: one that is read where `Assignment.leaf_backends` does not
@@ -56,7 +56,9 @@ class Split:
         outputs: ids of the tensors made here that another split or the caller needs: the next values of
             that state in the same order, so that each takes over the memory of its own, then the rest,
             ascending. Empty only where nothing but an effect is wanted.
-        copies: those inputs that it brings to its backend, being the first there to read them.
+        brings: those inputs that it brings to its backend, being the first there to read them: the fields of
+            a `Copy` each. Plain tuples, for what holds nothing but numbers the garbage collector need not
+            look at again, and there may be as many as nodes.
         depends: indices of the earlier splits whose values or copies it uses, ascending.
         recomputed: indices of the nodes that are repeated here instead of being received.
     """
@@ -66,9 +68,14 @@ class Split:
     nodes: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    copies: tuple[Copy, ...]
+    brings: tuple[tuple[int, int, int], ...]
     depends: tuple[int, ...]
     recomputed: tuple[int, ...]
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """What it brings, by name."""
+        return tuple(map(Copy._make, self.brings))
 
 
 def split_graph(graph: Graph, assignment: Assignment) -> tuple[Split, ...]:
@@ -88,20 +95,41 @@ def split_graph(graph: Graph, assignment: Assignment) -> tuple[Split, ...]:
     """
     made_by = graph.producers()
     constant = _constant(graph, made_by)
-    homes = {t.id: assignment.leaf_backends[t.id][0] for t in graph.state}
     wanted = _wanted(graph, assignment, made_by, constant)
     runs = make_runs(graph, assignment, made_by, wanted.at_home, wanted.repeated)
-    return _build(graph, runs, in_rounds(graph, runs), homes)
+    results = [(t.id, assignment.node_backend[made_by[t.id]]) for t in graph.kept if t.kind is Kind.NODE]
+    homes = {t.id: assignment.leaf_backends[t.id][0] for t in graph.state}
+    return _build(graph, runs, in_rounds(graph, runs), results, homes)
+
+
+def last_uses(splits: Sequence[Split], stride: int) -> dict[int, int]:
+    """For each value that a split reads, on the backend where it reads it: the last split that does.
+
+    A value on a backend is one number, ``tensor * stride + backend``, for a dict of numbers costs the
+    garbage collector nothing, where one of pairs would be traversed again and again.
+
+    Args:
+        splits: in launch order.
+        stride: more than the number of backends, for `HOST`, where inputs are copied from, is -1.
+    """
+    last: dict[int, int] = {}
+    for split in splits:
+        index, here = split.index, split.backend
+        for t in split.inputs:
+            last[t * stride + here] = index
+        for t, src, _ in split.brings:
+            last[t * stride + src] = index
+    return last
 
 
 def _constant(graph: Graph, made_by: Sequence[int]) -> bytearray:
     """For each node whether it reads nothing but weights (or iotas), by itself or through others like it."""
     constant = bytearray(len(graph.nodes))
-    tensors = graph.tensors
+    tensors, weight = graph.tensors, Kind.WEIGHT
     for node in graph.nodes:
         for t in node.inputs:
             source = made_by[t]
-            if not (constant[source] if source >= 0 else tensors[t].kind is Kind.WEIGHT):
+            if not (constant[source] if source >= 0 else tensors[t].kind is weight):
                 break
         else:
             # What reads nothing at all may be made once for all readers, unless it costs nothing.
@@ -114,17 +142,21 @@ def _constant(graph: Graph, made_by: Sequence[int]) -> bytearray:
 
 @dataclass(slots=True)
 class _Wanted:
-    """Where nodes run: `at_home[i]` is 0 (not at home), 1 (for home alone) or 2, 3 (its result leaves home, too)."""
+    """Where nodes run: `at_home[i]` is 0 (not at home), 1 (for home alone) or 2, 3 (its result leaves home, too).
+
+    Sets of backends are numbers, one bit for each, to spare the garbage collector.
+    """
 
     at_home: bytearray
-    abroad: dict[int, set[int]] = field(default_factory=dict)  # node -> other backends where its result is read
+    abroad: dict[int, int] = field(default_factory=dict)  # node -> other backends where its result is read
     repeated: dict[int, list[int]] = field(default_factory=dict)  # node -> those where it runs again
+    candidates: list[int] = field(default_factory=list)  # nodes of `abroad` that may be repeated
 
 
 def _wanted(graph: Graph, assignment: Assignment, made_by: Sequence[int], constant: bytearray) -> _Wanted:
     """Decide where nodes run: first what could be wanted, then what repeating costs, then what is wanted."""
     could = _demand(graph, assignment.node_backend, made_by, constant, None)
-    candidates = [i for i in sorted(could.abroad) if _repeatable(graph.nodes[i], constant)]
+    candidates = sorted(could.candidates)
     if not candidates:
         return could
     worth = _worth_repeating(graph, assignment, made_by, constant, could, candidates)
@@ -162,13 +194,15 @@ def _demand(
         i = node.index
         here = home[i]
         reads = [here]
-        if i in abroad:
+        away = abroad.get(i)
+        if away is not None:
             again = []
             if _repeatable(node, constant):
-                again = [b for b in abroad[i] if worth is None or (i, b) in worth]
+                wanted.candidates.append(i)
+                again = [b for b in _bits(away) if worth is None or (i, b) in worth]
                 if again and worth is not None:
-                    wanted.repeated[i] = sorted(again)
-            if len(again) < len(abroad[i]):
+                    wanted.repeated[i] = again[:]
+            if len(again) < away.bit_count():
                 at_home[i] |= 2
             if at_home[i] or worth is None:
                 again.append(here)
@@ -180,12 +214,23 @@ def _demand(
         for t in node.inputs:
             source = made_by[t]
             if source >= 0:
+                at = home[source]
                 for b in reads:
-                    if b == home[source]:
+                    if b == at:
                         at_home[source] |= 1
                     else:
-                        abroad.setdefault(source, set()).add(b)
+                        abroad[source] = abroad.get(source, 0) | 1 << b
     return wanted
+
+
+def _bits(mask: int) -> list[int]:
+    """The positions of the ones in a number, ascending."""
+    found = []
+    while mask:
+        rest = mask & (mask - 1)
+        found.append((mask ^ rest).bit_length() - 1)
+        mask = rest
+    return found
 
 
 def _worth_repeating(
@@ -215,7 +260,7 @@ def _worth_repeating(
     for i in candidates:
         node = nodes[i]
         result = sum(tensors[t].nbytes for t in node.outputs)
-        for b in could.abroad[i]:
+        for b in _bits(could.abroad[i]):
             cost = 0
             for t in set(node.inputs):
                 source = made_by[t]
@@ -235,61 +280,47 @@ def _worth_repeating(
 # -- build -----------------------------------------------------------------------------------------
 
 
-def _build(graph: Graph, runs: Runs, rounds: list[list[int]], homes: Mapping[int, int]) -> tuple[Split, ...]:
-    """Make the splits: who reads, brings and hands on what. `homes` are the backends of the state."""
-    tensors, nodes, backends = graph.tensors, graph.nodes, runs.backend
-    split_of = [-1] * (len(runs.node) + 1)
-    for index, members in enumerate(rounds):
+@dataclass(slots=True)
+class _Flow:
+    """What goes in and out of the splits, as `Split` has it: each list has an entry for each split.
+
+    A tensor on a backend is one number, ``tensor * stride + backend``.
+    """
+
+    stride: int
+    handed_on: set[int]  # tensors on backends that leave the split that makes them
+    inputs: list[tuple[int, ...]] = field(default_factory=list)
+    brings: list[tuple[tuple[int, int, int], ...]] = field(default_factory=list)
+    depends: list[tuple[int, ...]] = field(default_factory=list)
+
+
+def _build(
+    graph: Graph,
+    runs: Runs,
+    rounds: Sequence[tuple[int, ...]],
+    results: Iterable[tuple[int, int]],
+    homes: Mapping[int, int],
+) -> tuple[Split, ...]:
+    """Make the splits. `results` are the (tensor, backend) that are kept, `homes` the backends of the state."""
+    stride = max(runs.backend, default=0) + 1
+    flow = _Flow(stride, {t * stride + backend for t, backend in results})
+    _follow(graph, runs, rounds, flow, homes)
+    nodes, handed_on, run_nodes, any_again = graph.nodes, flow.handed_on, runs.node, 1 in runs.again
+    splits: list[Split] = []
+    for members, inputs, brings, depends in zip(rounds, flow.inputs, flow.brings, flow.depends, strict=True):
+        backend = runs.backend[members[0]]
+        here, outputs = [], []
         for run in members:
-            split_of[run] = index
-    stride = max(backends, default=0) + 1
-    handed_on = _results(graph, runs)  # runs' tensors that leave their split: tensor and backend
-    brought: dict[int, int] = {}  # tensor and backend -> split that brings it there
-    listed = [-1] * len(tensors)  # the newest split that has the tensor among its inputs
-    drafts: list[tuple[tuple[int, ...], tuple[Copy, ...], tuple[int, ...]]] = []
-    for index, members in enumerate(rounds):
-        backend = backends[members[0]]
-        inputs: list[int] = []
-        copies: list[Copy] = []
-        depends: set[int] = set()
-        for run in members:
-            k = runs.begin[run]
-            for t in nodes[runs.node[run]].inputs:
-                source = runs.sources[k]
-                k += 1
-                if split_of[source] == index or listed[t] == index:
-                    continue
-                listed[t] = index
-                inputs.append(t)
-                if source < 0 and tensors[t].kind is Kind.WEIGHT:
-                    continue
-                if source < 0 and homes.get(t) == backend:
-                    continue
-                if source < 0 or backends[source] != backend:
-                    place = t * stride + backend
-                    if place in brought:
-                        depends.add(brought[place])
-                        continue
-                    brought[place] = index
-                    src = backends[source] if source >= 0 else homes.get(t, HOST)
-                    copies.append(Copy(t, src, tensors[t].nbytes))
-                if source >= 0:
-                    depends.add(split_of[source])
-                    handed_on.add(t * stride + backends[source])
-        drafts.append((tuple(inputs), tuple(copies), tuple(sorted(depends))))
-    splits = []
-    for index, (members, (entering, copied, before)) in enumerate(zip(rounds, drafts, strict=True)):
-        backend = backends[members[0]]
-        here = [runs.node[run] for run in members]
-        leaving = [t for i in here for t in nodes[i].outputs if t * stride + backend in handed_on]
-        again = [runs.node[run] for run in members if runs.again[run]]
+            i = run_nodes[run]
+            here.append(i)
+            for t in nodes[i].outputs:
+                if t * stride + backend in handed_on:
+                    outputs.append(t)
+        outputs.sort()
         if homes:
-            entering, leaving = _state_first(graph, entering, sorted(leaving))
-        else:
-            leaving.sort()
-        splits.append(
-            Split(index, backend, tuple(here), entering, tuple(leaving), copied, before, tuple(again))
-        )
+            inputs, outputs = _state_first(graph, inputs, outputs)
+        again = tuple([run_nodes[run] for run in members if runs.again[run]]) if any_again else ()
+        splits.append(Split(len(splits), backend, tuple(here), inputs, tuple(outputs), brings, depends, again))
     return tuple(splits)
 
 
@@ -299,23 +330,61 @@ def _state_first(graph: Graph, entering: Sequence[int], leaving: Sequence[int]) 
     JAX matches donated operands with results of their type one after the other.
     """
     reads, makes = set(entering), set(leaving)
-    pairs = [
-        (leaf.id, new.id)
+    old = {
+        leaf.id: new.id
         for leaf, new in zip(graph.state, graph.new_state, strict=True)
         if leaf.id in reads and new.id in makes
-    ]
-    old, new = dict(pairs), {made for _, made in pairs}
-    return (*old, *(t for t in entering if t not in old)), [*old.values(), *(t for t in leaving if t not in new)]
-
-
-def _results(graph: Graph, runs: Runs) -> set[int]:
-    """The graph's outputs and new state, as tensor and backend: they leave the split that makes them at home."""
-    stride = max(runs.backend, default=0) + 1
-    made = {tensor.id for tensor in graph.kept if tensor.kind is Kind.NODE}
-    return {
-        t * stride + backend
-        for i, backend, again in zip(runs.node, runs.backend, runs.again, strict=True)
-        if not again
-        for t in graph.nodes[i].outputs
-        if t in made
     }
+    made = set(old.values())
+    return (*old, *(t for t in entering if t not in old)), [*old.values(), *(t for t in leaving if t not in made)]
+
+
+def _follow(
+    graph: Graph, runs: Runs, rounds: Sequence[tuple[int, ...]], flow: _Flow, homes: Mapping[int, int]
+) -> None:
+    """Who reads, brings and hands on what."""
+    tensors, nodes, stride, handed_on = graph.tensors, graph.nodes, flow.stride, flow.handed_on
+    run_nodes, backends, sources, begin = runs.node, runs.backend, runs.sources, runs.begin
+    split_of = [-1] * (len(run_nodes) + 1)  # the last entry answers for -1, a leaf
+    for index, members in enumerate(rounds):
+        for run in members:
+            split_of[run] = index
+    brought: dict[int, int] = {}  # tensor on a backend -> split that brings it there
+    listed = [-1] * len(tensors)  # the newest split that has the tensor among its inputs
+    followed = [-1] * len(rounds)  # the newest split that has the split among those that it depends on
+    weight = Kind.WEIGHT  # looked up once: an enum's member takes ten times as long as a name
+    for index, members in enumerate(rounds):
+        backend = backends[members[0]]
+        inputs: list[int] = []
+        brings: list[tuple[int, int, int]] = []
+        depends: list[int] = []
+        for run in members:
+            k = begin[run]
+            for t in nodes[run_nodes[run]].inputs:
+                source = sources[k]
+                k += 1
+                before = split_of[source]
+                if before == index or listed[t] == index:
+                    continue
+                listed[t] = index
+                inputs.append(t)
+                if source >= 0:
+                    src = backends[source]
+                    handed_on.add(t * stride + src)
+                elif tensors[t].kind is weight:
+                    continue
+                else:
+                    src = homes.get(t, HOST)
+                if src != backend:
+                    first = brought.setdefault(t * stride + backend, index)
+                    if first == index:
+                        brings.append((t, src, tensors[t].nbytes))
+                    else:
+                        before = first
+                if before >= 0 and followed[before] != index:
+                    followed[before] = index
+                    depends.append(before)
+        depends.sort()
+        flow.inputs.append(tuple(inputs))
+        flow.brings.append(tuple(brings))
+        flow.depends.append(tuple(depends))

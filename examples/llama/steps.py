@@ -116,12 +116,13 @@ def _read_chunk(
     n_kv: int,
 ) -> tuple[jax.Array, State]:
     """The last hidden state of a chunk, (chunk, d_model), and the new state."""
+    hidden, cache = forward(params, state["cache"], tokens[None], row[None], start[None], config, n_kv)
+    # Behind the blocks, as everything is that belongs on the device of the last one.
     index = jnp.arange(len(tokens), dtype=jnp.int32)
     ring = jnp.where(start == 0, -1, jax.lax.dynamic_index_in_dim(state["recent"], row, keepdims=False))
     # Of a chunk longer than the window only the end is noted, each place once.
     noted = (index < length) & (index >= length - WINDOW)
     ring = ring.at[jnp.where(noted, (start + index) % WINDOW, WINDOW)].set(tokens, mode="drop")
-    hidden, cache = forward(params, state["cache"], tokens[None], row[None], start[None], config, n_kv)
     return hidden[0], {"cache": cache, "recent": state["recent"].at[row].set(ring, mode="drop")}
 
 
@@ -140,11 +141,12 @@ def decode_logits(
         The scores of the next tokens, (rows, n_vocab), those of inactive rows without meaning, and the new state.
     """
     rows, n_ctx = len(tokens), state["cache"]["blocks"][0]["k"].shape[2]
+    start = jnp.where(active, positions, n_ctx)
+    hidden, cache = forward(params, state["cache"], tokens[:, None], None, start, config, n_kv)
+    # Behind the blocks, as everything is that belongs on the device of the last one.
     recent = jnp.where((active & (positions == 0))[:, None], -1, state["recent"])
     place = jnp.where(active, positions % WINDOW, WINDOW)  # what is out of range is written nowhere
     recent = recent.at[jnp.arange(rows), place].set(tokens, mode="drop")
-    start = jnp.where(active, positions, n_ctx)
-    hidden, cache = forward(params, state["cache"], tokens[:, None], None, start, config, n_kv)
     return logits(params, hidden[:, 0]), {"cache": cache, "recent": recent}
 
 
@@ -191,9 +193,9 @@ def decode_rows_logits(
     Returns:
         The scores of the next tokens, (entries, n_vocab), and the new state.
     """
+    hidden, cache = forward(params, state["cache"], tokens[:, None], rows, positions, config, n_kv)
     ring = jnp.where((positions == 0)[:, None], -1, _recent(state, rows))
     ring = ring.at[jnp.arange(len(rows)), positions % WINDOW].set(tokens)
-    hidden, cache = forward(params, state["cache"], tokens[:, None], rows, positions, config, n_kv)
     return logits(params, hidden[:, 0]), {"cache": cache, "recent": state["recent"].at[rows].set(ring, mode="drop")}
 
 
