@@ -34,18 +34,21 @@ from ._jax_types import (
     type_key,
 )
 from .devices.base import MemoryStats, Program
+from .graph import Node
 
 __all__ = [
     "CONFIG_NAMES",
     "ArrayImpl",
     "Compiled",
     "aval_of",
+    "calls_back",
     "canonical_dtype",
     "compile_program",
     "config_context",
     "config_snapshot",
     "dtype_name",
     "dtype_of",
+    "function_of",
     "has_fast_put",
     "host_view",
     "is_ready",
@@ -176,6 +179,32 @@ class Compiled:
     donated: tuple[int, ...] = ()
 
 
+def function_of(program: Program) -> Callable[..., tuple[Any, ...]]:
+    """A program as one function of JAX values: takes its inputs, returns its outputs."""
+    nodes, outputs = program.nodes, [t.id for t in program.outputs]
+    ids = [t.id for t in program.inputs]
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        env = dict(zip(ids, args, strict=True))
+        for node in nodes:
+            time.sleep(0)  # tracing holds the GIL for long: let the event loop's thread have a turn
+            env.update(zip(node.outputs, node.fn(*[env[t] for t in node.inputs]), strict=True))
+        # A program that only has effects returns a token: something to wait for.
+        return tuple(env[t] for t in outputs) or (jnp.zeros((), jnp.bool_),)
+
+    run.__name__ = run.__qualname__ = re.sub(r"\W", "_", program.name) or "program"
+    return run
+
+
+def calls_back(node: Node) -> bool:
+    """Whether a node calls back into Python, or has other effects."""
+    return node.has_effect or bool(_ops_in(node) & CALLBACK_OPS)
+
+
+def _ops_in(node: Node) -> frozenset[str]:
+    return frozenset({node.op, *getattr(node.fn, "primitives", ())})
+
+
 def compile_program(
     program: Program, device: jax.Device, *, lowering: AbstractContextManager[Any] | None = None
 ) -> Compiled:
@@ -192,21 +221,10 @@ def compile_program(
     Raises:
         Exception: what JAX or XLA raise when the program cannot be compiled.
     """
-    nodes, outputs = program.nodes, [t.id for t in program.outputs]
-    ids = [t.id for t in program.inputs]
-
-    def run(*args: Any) -> tuple[Any, ...]:
-        env = dict(zip(ids, args, strict=True))
-        for node in nodes:
-            time.sleep(0)  # tracing holds the GIL for long: let the event loop's thread have a turn
-            env.update(zip(node.outputs, node.fn(*[env[t] for t in node.inputs]), strict=True))
-        # A program that only has effects returns a token: something to wait for.
-        return tuple(env[t] for t in outputs) or (jnp.zeros((), jnp.bool_),)
-
-    run.__name__ = run.__qualname__ = re.sub(r"\W", "_", program.name) or "program"
+    run = function_of(program)
     donated = _usable_donations(program)
     # A program without inputs follows nothing committed: it is told its place.
-    place: dict[str, Any] = {} if ids else {"out_shardings": sharding_of(device)}
+    place: dict[str, Any] = {} if program.inputs else {"out_shardings": sharding_of(device)}
     with config_context(program.config), jax.default_device(device):
         jitted = jax.jit(run, donate_argnums=donated, **place)
         with lowering or contextlib.nullcontext():
@@ -226,14 +244,14 @@ def compile_program(
             with wide_context(args):
                 return compiled(*args)  # type: ignore[no-any-return]
 
-    ops = frozenset().union(*({node.op, *getattr(node.fn, "primitives", ())} for node in nodes))
+    ops = frozenset().union(*map(_ops_in, program.nodes))
     cost = _cost_analysis(compiled)
     return Compiled(
         call=call,
         flops=cost.get("flops"),
         bytes_accessed=cost.get("bytes accessed"),
         memory=_memory_stats(compiled),
-        has_callback=bool(ops & CALLBACK_OPS) or any(node.has_effect for node in nodes),
+        has_callback=any(map(calls_back, program.nodes)),
         has_loop=bool(ops & LOOP_OPS),
         donated=donated,
     )
