@@ -90,8 +90,13 @@ $(OLDEST)/.installed-test: pyproject.toml $(OLDEST)/.created
 PEERS := torch spectrax ray sentence-transformers onnxruntime
 PEER_VENVS := $(PEERS:%=.bench/venv-%/.installed)
 PEERS_ARGS ?=
+GENERATE_ARGS ?=
 
-.PHONY: bench-peers peer-environments
+.PHONY: bench-generate bench-peers peer-environments
+
+bench-generate: $(VENV)/.installed-examples  ## generation of text against llama.cpp; GENERATE_ARGS="--quick"
+	@$(MAKE) .bench/venv-llama-cpp/.installed || echo "== llama.cpp could not be installed; aiopipe is measured alone"
+	@PYTHONPATH=. $(VENV)/bin/python benchmarks/generate.py $(GENERATE_ARGS)
 
 bench-peers: $(VENV)/.installed-examples  ## the same work by torch, Ray, ONNX Runtime and others; PEERS_ARGS="--kinds tiny"
 	@$(MAKE) -k peer-environments || echo "== what could not be installed is left out, and the table says so"
@@ -100,7 +105,7 @@ bench-peers: $(VENV)/.installed-examples  ## the same work by torch, Ray, ONNX R
 peer-environments: $(PEER_VENVS)
 	@:
 
-$(PEER_VENVS): .bench/venv-%/.installed: benchmarks/peers/requirements-%.txt
+$(PEER_VENVS) .bench/venv-llama-cpp/.installed: .bench/venv-%/.installed: benchmarks/peers/requirements-%.txt
 	@echo "== installing the peer $* in $(@D); this takes a minute or more"
 	@rm -rf $(@D)
 	@$(PYTHON) -m venv $(@D)

@@ -19,6 +19,8 @@ STATIC = ("config", "n_kv")
 prefill = jax.jit(steps.prefill, static_argnames=(*STATIC, "last"), donate_argnames="state")
 prefill_logits = jax.jit(steps.prefill_logits, static_argnames=STATIC, donate_argnames="state")
 decode = jax.jit(steps.decode, static_argnames=STATIC, donate_argnames="state")
+decode_rows = jax.jit(steps.decode_rows, static_argnames=STATIC, donate_argnames="state")
+decode_rows_logits = jax.jit(steps.decode_rows_logits, static_argnames=STATIC, donate_argnames="state")
 decode_logits = jax.jit(steps.decode_logits, static_argnames=STATIC, donate_argnames="state")
 
 

@@ -12,7 +12,17 @@ from llama import model, steps, weights
 from llama.sampling import Sampling, stack
 
 import llamas
-from llamas import all_logits, decode, decode_logits, one, prefill, prefill_logits, write
+from llamas import (
+    all_logits,
+    decode,
+    decode_logits,
+    decode_rows,
+    decode_rows_logits,
+    one,
+    prefill,
+    prefill_logits,
+    write,
+)
 
 DRAWS = Sampling(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=7)
 
@@ -210,15 +220,72 @@ def test_a_chunk_that_another_follows_needs_no_token(reference):
     assert token == greedy[0]
 
 
+def filled() -> steps.State:
+    """Four rows that hold 70 tokens each, so that the window of recent ones has gone round."""
+    config, params = llamas.tiny()
+    state = steps.new_state(config, 4, 96)
+    for row in range(4):
+        tokens = np.random.default_rng(row).integers(0, 260, 70).astype(np.int32)
+        args = tokens, *np.int32([row, 0, 70]), one(Sampling())
+        _, state = prefill(params, state, *args, config=config, n_kv=96)
+    return state
+
+
+@pytest.mark.parametrize("rows", [[2], [3, 0], [1, 0, 3, 2]], ids=str)
+def test_some_rows_decode_as_all_do(rows):
+    config, params = llamas.tiny()
+    sizes = {"config": config, "n_kv": 96}
+    all_, some = filled(), filled()
+    before = jax.tree.map(np.array, all_)
+    idle = [row for row in range(4) if row not in rows]
+    active = np.isin(np.arange(4), rows)
+    how = [DRAWS, Sampling(), dataclasses.replace(DRAWS, seed=3), Sampling(repetition_penalty=1.5)]
+    tokens, positions = np.asarray([5, 6, 7, 8], np.int32), np.asarray([70, 0, 71, 70], np.int32)  # row 1 starts anew
+    for _ in range(6):
+        want, all_ = decode(params, all_, tokens, positions, active, stack(how), **sizes)
+        args = tokens[rows], np.asarray(rows, np.int32), positions[rows], stack([how[row] for row in rows])
+        got, some = decode_rows(params, some, *args, **sizes)
+        assert got.tolist() == np.asarray(want)[rows].tolist()
+        tokens, positions = np.array(want), positions + active
+    assert np.array_equal(some["recent"], all_["recent"])
+    for a, b, was in zip(*map(jax.tree.leaves, (some, all_, before)), strict=True):
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() < 1e-5
+        assert np.array_equal(np.asarray(a)[idle], was[idle]) and not np.array_equal(a[rows[0]], was[rows[0]])
+
+
+def test_scores_of_some_rows_equal_those_of_all():
+    config, params = llamas.tiny()
+    tokens, positions = np.asarray([5, 6, 7, 8], np.int32), np.full(4, 70, np.int32)
+    want, _ = decode_logits(params, filled(), tokens, positions, np.ones(4, bool), config=config, n_kv=96)
+    for rows in ([2], [3, 1]):
+        args = tokens[rows], np.asarray(rows, np.int32), positions[rows]
+        got, _ = decode_rows_logits(params, filled(), *args, config=config, n_kv=96)
+        assert np.abs(got - want[np.asarray(rows)]).max() < 1e-5
+
+
+@pytest.mark.parametrize("rows", [[4], [1, 4]], ids=str)
+def test_an_entry_without_a_row_does_nothing(rows):
+    config, params = llamas.tiny()
+    before = jax.tree.map(np.array, filled())
+    args = np.asarray([9] * len(rows), np.int32), np.asarray(rows, np.int32), np.full(len(rows), 70, np.int32)
+    got, state = decode_rows(params, filled(), *args, stack([DRAWS] * len(rows)), config=config, n_kv=96)
+    assert got[-1] == 9
+    touched = rows[:-1]
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True):
+        assert [row for row in range(4) if not np.array_equal(a[row], b[row])] == touched
+
+
 # cost and errors -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", ["prefill", "decode"])
+@pytest.mark.parametrize("step", ["prefill", "decode", "decode_rows"])
 def test_the_cache_is_written_in_place_and_its_length_costs_nothing(step):
     config, params = llamas.tiny()
     config = dataclasses.replace(config, n_ctx=4096)
     if step == "decode":
         args = np.zeros(4, np.int32), np.zeros(4, np.int32), np.ones(4, bool), stack([Sampling()] * 4)
+    elif step == "decode_rows":
+        args = *np.zeros((3, 2), np.int32), stack([Sampling()] * 2)
     else:
         args = np.zeros(8, np.int32), *np.int32([0, 0, 8]), one(Sampling())
     used = []

@@ -206,7 +206,7 @@ def test_every_environment_is_pinned_and_made() -> None:
     pinned = {path.stem.removeprefix("requirements-") for path in PEERS.glob("requirements-*.txt")}
     made = re.search(r"^PEERS := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert made is not None
-    assert needed == pinned == set(made[1].split())
+    assert needed == pinned - {"llama-cpp"} == set(made[1].split())  # that one is benchmarks/generate.py's
     for path in PEERS.glob("requirements-*.txt"):
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
         assert lines and all(re.match(r"[\w-]+==\d", line) for line in lines), path.name

@@ -69,6 +69,26 @@ class Peer:
     def stop(self) -> None:
         """Leave nothing behind."""
 
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Carry one command out."""
+        match command["cmd"]:
+            case "setup":
+                return {"ok": True, "versions": self.setup(load_work(command))}
+            case "run":
+                self.wake()
+                try:
+                    began = time.perf_counter()
+                    evaluations, result = self.run(command["evaluations"])
+                    seconds = time.perf_counter() - began
+                finally:
+                    self.rest()
+                return {"ok": True, "seconds": seconds, "evaluations": evaluations, "result": encode(result)}
+            case "stop":
+                self.stop()
+                return {"ok": True}
+            case other:
+                return {"ok": False, "error": f"got the command {other!r}; known are setup, run and stop"}
+
 
 def save_work(path: str, work: Work) -> dict[str, Any]:
     """Write the numbers of `work` to a file; return the command that sets a peer up with them."""
@@ -106,27 +126,6 @@ def decode(result: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(result["float32"]), dtype="<f4").reshape(result["shape"])
 
 
-def answer(peer: Peer, command: dict[str, Any]) -> dict[str, Any]:
-    """Carry one command out."""
-    match command["cmd"]:
-        case "setup":
-            return {"ok": True, "versions": peer.setup(load_work(command))}
-        case "run":
-            peer.wake()
-            try:
-                began = time.perf_counter()
-                evaluations, result = peer.run(command["evaluations"])
-                seconds = time.perf_counter() - began
-            finally:
-                peer.rest()
-            return {"ok": True, "seconds": seconds, "evaluations": evaluations, "result": encode(result)}
-        case "stop":
-            peer.stop()
-            return {"ok": True}
-        case other:
-            return {"ok": False, "error": f"got the command {other!r}; known are setup, run and stop"}
-
-
 def serve(peer: Peer, lines: Iterable[str] | None = None, out: TextIO | None = None) -> None:
     """Be the peer's process: answer until told to stop, or until the driver is gone."""
     if out is None:
@@ -139,7 +138,7 @@ def serve(peer: Peer, lines: Iterable[str] | None = None, out: TextIO | None = N
             command = json.loads(line)
             stopped = command["cmd"] == "stop"
             try:
-                reply = answer(peer, command)
+                reply = peer.answer(command)
             except Exception as error:
                 traceback.print_exc()
                 reply = {"ok": False, "error": f"{type(error).__name__}: {error}"}

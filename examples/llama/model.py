@@ -146,7 +146,9 @@ def logits(params: Params, hidden: jax.Array) -> jax.Array:
         (..., n_vocab).
     """
     table = params.get("output", params["embed"])
-    flat = _linear(table, hidden.reshape(-1, hidden.shape[-1]).T)
+    # Without the barrier XLA makes the last transpose part of the product, whose kernel on a CPU then is not the fast
+    # one: with few tokens this product alone would take as long as three times the rest of the model.
+    flat = jax.lax.optimization_barrier(_linear(table, hidden.reshape(-1, hidden.shape[-1]).T))
     return flat.T.reshape(*hidden.shape[:-1], -1)
 
 

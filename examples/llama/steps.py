@@ -1,4 +1,4 @@
-"""The steps that a generator calls: a chunk of one row's prompt, and one token of every row.
+"""The steps that a generator calls: a chunk of one row's prompt, and one token of every row or of some.
 
 All shapes are fixed, so each step is compiled once for each `n_kv`. Donate the state: XLA then writes into it in place.
 """
@@ -13,7 +13,17 @@ import jax.numpy as jnp
 from .model import Config, Params, forward, logits, new_cache
 from .sampling import sample
 
-__all__ = ["WINDOW", "State", "decode", "decode_logits", "decode_rows", "new_state", "prefill", "prefill_logits"]
+__all__ = [
+    "WINDOW",
+    "State",
+    "decode",
+    "decode_logits",
+    "decode_rows",
+    "decode_rows_logits",
+    "new_state",
+    "prefill",
+    "prefill_logits",
+]
 
 WINDOW = 64
 """How many tokens back the repetition penalty looks."""
@@ -166,11 +176,27 @@ def decode(
         The tokens at ``positions + 1``, int32 (rows,), those of inactive rows as given, and the new state.
     """
     scores, state = decode_logits(params, state, tokens, positions, active, config, n_kv)
-    # Nothing is penalized or drawn for an inactive row.
-    idle = {"temperature": 0.0, "repetition_penalty": 1.0}
-    some = {k: jnp.where(active, v, idle[k]) if k in idle else v for k, v in sampling.items()}
-    chosen = sample(scores, state["recent"], some, positions + 1)
-    return jnp.where(active, chosen, tokens), state
+    return _choose(scores, state["recent"], tokens, positions, active, sampling), state
+
+
+def decode_rows_logits(
+    params: Params,
+    state: State,
+    tokens: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    config: Config,
+    n_kv: int,
+) -> tuple[jax.Array, State]:
+    """Reads one token of each of some rows; see `decode_rows`.
+
+    Returns:
+        The scores of the next tokens, (entries, n_vocab), and the new state.
+    """
+    hidden, cache = forward(params, state["cache"], tokens[:, None], rows, positions, config, n_kv)
+    ring = jnp.where((positions == 0)[:, None], -1, _recent(state, rows))
+    ring = ring.at[jnp.arange(len(rows)), positions % WINDOW].set(tokens)
+    return logits(params, hidden[:, 0]), {"cache": cache, "recent": state["recent"].at[rows].set(ring, mode="drop")}
 
 
 def decode_rows(
@@ -183,23 +209,43 @@ def decode_rows(
     config: Config,
     n_kv: int,
 ) -> tuple[jax.Array, State]:
-    """`decode` for some of the rows, at the cost of as many: for a single text, a fraction of a step of all.
+    """Reads one token of each of some rows and chooses the next, as `decode` does.
+
+    It costs what its entries do, however many rows the state has; an entry for every row costs as much as `decode`.
 
     Args:
         params: as `llama.weights.load` returns them.
         state: as `new_state` returns it; worth donating.
-        tokens: the token of each of these rows, int32 (n,).
-        rows: which rows of the state, int32 (n,), each at most once.
-        positions: where in its text each token stands, int32 (n,).
-        sampling: as `llama.sampling.stack` gives it, each value (n,).
+        tokens: the token of each entry, int32 (entries,).
+        rows: the row of each, int32 (entries,), each at most once. An entry whose row is the number of rows, or more,
+            does nothing: it fills a size for which there is a compiled step.
+        positions: where in its text the token stands, int32 (entries,).
+        sampling: as `llama.sampling.stack` gives it, each value (entries,).
         config: shape of the model.
-        n_kv: static; above all positions. See `llama.model.forward`.
+        n_kv: static; above all positions that matter. See `llama.model.forward`.
 
     Returns:
-        The tokens at ``positions + 1``, int32 (n,), and the new state.
+        The tokens at ``positions + 1``, int32 (entries,), those of entries that do nothing as given, and the new
+        state.
     """
-    hidden, cache = forward(params, state["cache"], tokens[:, None], rows, positions, config, n_kv)
-    recent = jnp.where((positions == 0)[:, None], -1, state["recent"][rows])
-    recent = recent.at[jnp.arange(len(tokens)), positions % WINDOW].set(tokens)
-    chosen = sample(logits(params, hidden[:, 0]), recent, sampling, positions + 1)
-    return chosen, {"cache": cache, "recent": state["recent"].at[rows].set(recent)}
+    active = rows < len(state["recent"])
+    scores, state = decode_rows_logits(params, state, tokens, rows, positions, config, n_kv)
+    return _choose(scores, _recent(state, rows), tokens, positions, active, sampling), state
+
+
+def _recent(state: State, rows: jax.Array) -> jax.Array:
+    return state["recent"].at[rows].get(mode="clip")
+
+
+def _choose(
+    scores: jax.Array,
+    recent: jax.Array,
+    tokens: jax.Array,
+    positions: jax.Array,
+    active: jax.Array,
+    sampling: dict[str, Any],
+) -> jax.Array:
+    """The next tokens; nothing is penalized or drawn where `active` is False, and `tokens` stay."""
+    idle = {"temperature": 0.0, "repetition_penalty": 1.0}
+    some = {k: jnp.where(active, v, idle[k]) if k in idle else v for k, v in sampling.items()}
+    return jnp.where(active, sample(scores, recent, some, positions + 1), tokens)
