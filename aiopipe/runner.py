@@ -264,6 +264,7 @@ class Runner:
                 if run.env.markers[split.index] is not None:
                     run.watch_split(split.index, self._post)
         if error is not None:
+            run.broken = True
             if run.taken and run.state is not None and run.state.error is not None:
                 return Failed(run.evaluation.id, segment, run.state.refusal())  # its arrays came from one that failed
             guilty = blamed(run.loaded.splits, run.env.markers, error)
