@@ -12,7 +12,7 @@ import functools
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from ._jax_settings import CONFIG_NAMES, config_context, config_snapshot
 from ._jax_types import (
     PLAIN_DTYPES,
     aval_of,
@@ -56,6 +57,7 @@ __all__ = [
     "platform_of",
     "put",
     "put_public",
+    "settings_key",
     "sharding_of",
     "source_context",
     "spec_of",
@@ -66,6 +68,7 @@ __all__ = [
 _batched_device_put: Any
 ArrayImpl: Any
 _source_info: Any
+_trace_context: Any
 try:
     from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]  # private
 
@@ -80,46 +83,18 @@ try:
     from jax._src import source_info_util as _source_info
 except ImportError:  # pragma: no cover - no supported version lacks it
     _source_info = None
+try:
+    from jax._src.config import trace_context as _trace_context
+except ImportError:  # pragma: no cover - no supported version lacks it
+    _trace_context = None
 
 
 # Settings -----------------------------------------------------------------------------------------
 
-CONFIG_NAMES = (
-    "enable_x64",
-    "default_matmul_precision",
-    "default_device",
-    "default_prng_impl",
-    "threefry_partitionable",
-    "numpy_dtype_promotion",
-    "numpy_rank_promotion",
-    "softmax_custom_jvp",
-    "enable_custom_prng",
-    "legacy_prng_key",
-    "debug_nans",
-    "debug_infs",
-    "debug_key_reuse",
-    "allow_f16_reductions",
-)
-"""The settings that a snapshot holds: thread-local ones that a public context manager sets and that change results."""
 
-
-def config_snapshot() -> tuple[tuple[str, Any], ...]:
-    """The JAX settings in force in this thread, global and from context managers, as ``(name, value)`` pairs."""
-    return tuple(
-        (name, getattr(jax.config, f"jax_{name}"))
-        for name in CONFIG_NAMES
-        if hasattr(jax, name) and hasattr(jax.config, f"jax_{name}")
-    )
-
-
-@contextlib.contextmanager
-def config_context(snapshot: tuple[tuple[str, Any], ...] | None) -> Iterator[None]:
-    """Put the settings of a snapshot in force in this thread; never keep it open across an ``await``."""
-    with contextlib.ExitStack() as stack:
-        for name, value in snapshot or ():
-            if getattr(jax.config, f"jax_{name}") != value:  # entering a context that changes nothing costs cache hits
-                stack.enter_context(getattr(jax, name)(value))
-        yield
+def settings_key() -> Hashable:
+    """Equal where the JAX settings in force in this thread are; takes a fraction of a microsecond."""
+    return config_snapshot() if _trace_context is None else _trace_context()
 
 
 _WIDE_DTYPES = frozenset(map(np.dtype, (np.float64, np.int64, np.uint64, np.complex128)))

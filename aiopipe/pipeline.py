@@ -49,8 +49,8 @@ class Pipeline:
         timeline: record busy times, for `statistics().busy`.
         on_progress: called with (compiled, to compile) while a new shape is compiled.
 
-    Each new combination of input shapes is traced and compiled once, off the event loop; known
-    shapes are served meanwhile.
+    Each new combination of input shapes, and of JAX's settings, is traced and compiled once, off the
+    event loop; known shapes are served meanwhile.
 
     Example::
 
@@ -300,7 +300,7 @@ async def _fetched(results: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, No
 
 
 def _key(inputs: tuple[Any, ...], state: State | None) -> tuple[Hashable, list[Any]]:
-    """What tells graphs apart, and the leaves of the inputs."""
+    """What tells graphs apart (JAX's settings, too: they change what is traced), and the leaves of the inputs."""
     leaves, treedef = jax.tree.flatten(inputs)
     of_state = () if state is None else (state.structure,)
-    return (treedef, *map(_jax_types.type_key, leaves), *of_state), leaves
+    return (_jax.settings_key(), treedef, *map(_jax_types.type_key, leaves), *of_state), leaves

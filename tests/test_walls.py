@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parent.parent / PACKAGE
 
 # Lowest first. A file imports only from rows above its own. A package's own `__init__` goes by the package's name.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "devices", "sched", "_threads"),
+    ("errors", "devices", "sched", "_threads", "_jax_settings"),
     ("graph", "events", "comparison", "handle", "lanes"),
     ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types"),
     ("_arguments", "buffer", "graph_plan", "_jax"),
@@ -55,7 +55,8 @@ CONCURRENCY = frozenset(
     "_thread anyio asyncio concurrent multiprocessing queue selectors signal socket subprocess threading".split()
 )
 TRACING = frozenset(
-    "_arguments _jax _jax_cost _jax_export _jax_lift _jax_memory _jax_source _jax_types _jaxpr _specs trace".split()
+    "_arguments _jax _jax_cost _jax_export _jax_lift _jax_memory _jax_settings _jax_source _jax_types _jaxpr _specs "
+    "trace".split()
 )
 PURE = TRACING | {"errors", "graph", "graph_builder", "devices.base"}
 SCHEDULING = tuple(
