@@ -132,6 +132,17 @@ def test_every_behaviour_of_ggml_has_an_answer() -> None:
             assert answer.startswith("**n/a**: "), f"{behaviour}: say why"
 
 
+def test_every_promise_is_held_by_tests() -> None:
+    promises = rows("docs/reliability.md", "promise")
+    assert len(promises) > 10
+    for promise, shown_by in promises:
+        named = CODE.findall(shown_by)
+        assert named, f"{promise}: no test"
+        for name in named:
+            path, _, test = name.partition("::")
+            assert (not test and (ROOT / path).is_file()) or test in names_in(path), f"{promise}: there is no {name}"
+
+
 def test_readme_runs(tmp_path: Path) -> None:
     """All blocks in order, in one fresh process, as a reader would paste them."""
     blocks = PYTHON.findall(text_of("README.md"))
