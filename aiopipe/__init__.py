@@ -5,6 +5,7 @@ from .buffer import Buffer, tensor_view
 from .compare import compare_backends, graph_copy
 from .comparison import Comparison, NodeDifference
 from .devices.base import BufferType, BufferUsage, Capabilities, Device, DeviceProps, DeviceType
+from .devices.ray import open_ray
 from .devices.sim import open_sim
 from .devices.xla import open_xla, xla_devices
 from .errors import (
@@ -23,9 +24,11 @@ from .errors import (
 )
 from .evaluation import Evaluation
 from .events import Event
+from .fetch import fetch
 from .graph import Graph, Node, Tensor
 from .graph_builder import GraphBuilder
 from .graph_plan import GraphPlan
+from .handle import Handle
 from .observe import EvalCallback
 from .pipeline import Pipeline
 from .placement import place
@@ -61,6 +64,7 @@ __all__ = [
     "Graph",
     "GraphBuilder",
     "GraphPlan",
+    "Handle",
     "Node",
     "NodeDifference",
     "Pipeline",
@@ -79,6 +83,7 @@ __all__ = [
     "WrongLoopError",
     "compare_backends",
     "devices",
+    "fetch",
     "graph_copy",
     "open_backend",
     "open_backends",
@@ -95,6 +100,7 @@ def _register() -> None:
     for platform in ("cpu", "gpu", "tpu"):
         register_backend(platform, open_xla(platform), devices=lambda platform=platform: xla_devices(platform))  # type: ignore[misc]
     register_backend("sim", open_sim)
+    register_backend("ray", open_ray)
 
 
 _register()

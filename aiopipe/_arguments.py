@@ -17,6 +17,7 @@ import numpy as np
 from ._jax_types import canonical_dtype, dtype_name, is_scalar
 from .errors import TensorError
 from .graph import Tensor
+from .handle import Handle
 
 __all__ = ["Leaf", "flattener", "input_names", "parameter_names", "path_name", "unflattener"]
 
@@ -157,6 +158,8 @@ def _convert_leaf(x: Any, leaf: Leaf) -> Any:
         if x.is_deleted():
             raise leaf.error(f"a deleted {_type(x.dtype, x.shape)}", "it was donated to a jitted function or deleted")
         array: Any = x
+    elif isinstance(x, Handle):  # whose elements are far away
+        array = x
     else:
         array = jnp.asarray(x) if hasattr(x, "__jax_array__") else np.asarray(x)
     shape, dtype = array.shape, array.dtype

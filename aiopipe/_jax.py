@@ -12,7 +12,7 @@ import functools
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from ._jax_settings import CONFIG_NAMES, config_context, config_snapshot
 from ._jax_types import (
     PLAIN_DTYPES,
     aval_of,
@@ -34,18 +35,21 @@ from ._jax_types import (
     type_key,
 )
 from .devices.base import MemoryStats, Program
+from .graph import Node
 
 __all__ = [
     "CONFIG_NAMES",
     "ArrayImpl",
     "Compiled",
     "aval_of",
+    "calls_back",
     "canonical_dtype",
     "compile_program",
     "config_context",
     "config_snapshot",
     "dtype_name",
     "dtype_of",
+    "function_of",
     "has_fast_put",
     "host_view",
     "is_ready",
@@ -53,6 +57,7 @@ __all__ = [
     "platform_of",
     "put",
     "put_public",
+    "settings_key",
     "sharding_of",
     "source_context",
     "spec_of",
@@ -63,6 +68,7 @@ __all__ = [
 _batched_device_put: Any
 ArrayImpl: Any
 _source_info: Any
+_trace_context: Any
 try:
     from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]  # private
 
@@ -77,46 +83,18 @@ try:
     from jax._src import source_info_util as _source_info
 except ImportError:  # pragma: no cover - no supported version lacks it
     _source_info = None
+try:
+    from jax._src.config import trace_context as _trace_context
+except ImportError:  # pragma: no cover - no supported version lacks it
+    _trace_context = None
 
 
 # Settings -----------------------------------------------------------------------------------------
 
-CONFIG_NAMES = (
-    "enable_x64",
-    "default_matmul_precision",
-    "default_device",
-    "default_prng_impl",
-    "threefry_partitionable",
-    "numpy_dtype_promotion",
-    "numpy_rank_promotion",
-    "softmax_custom_jvp",
-    "enable_custom_prng",
-    "legacy_prng_key",
-    "debug_nans",
-    "debug_infs",
-    "debug_key_reuse",
-    "allow_f16_reductions",
-)
-"""The settings that a snapshot holds: thread-local ones that a public context manager sets and that change results."""
 
-
-def config_snapshot() -> tuple[tuple[str, Any], ...]:
-    """The JAX settings in force in this thread, global and from context managers, as ``(name, value)`` pairs."""
-    return tuple(
-        (name, getattr(jax.config, f"jax_{name}"))
-        for name in CONFIG_NAMES
-        if hasattr(jax, name) and hasattr(jax.config, f"jax_{name}")
-    )
-
-
-@contextlib.contextmanager
-def config_context(snapshot: tuple[tuple[str, Any], ...] | None) -> Iterator[None]:
-    """Put the settings of a snapshot in force in this thread; never keep it open across an ``await``."""
-    with contextlib.ExitStack() as stack:
-        for name, value in snapshot or ():
-            if getattr(jax.config, f"jax_{name}") != value:  # entering a context that changes nothing costs cache hits
-                stack.enter_context(getattr(jax, name)(value))
-        yield
+def settings_key() -> Hashable:
+    """Equal where the JAX settings in force in this thread are; takes a fraction of a microsecond."""
+    return config_snapshot() if _trace_context is None else _trace_context()
 
 
 _WIDE_DTYPES = frozenset(map(np.dtype, (np.float64, np.int64, np.uint64, np.complex128)))
@@ -176,6 +154,32 @@ class Compiled:
     donated: tuple[int, ...] = ()
 
 
+def function_of(program: Program) -> Callable[..., tuple[Any, ...]]:
+    """A program as one function of JAX values: takes its inputs, returns its outputs."""
+    nodes, outputs = program.nodes, [t.id for t in program.outputs]
+    ids = [t.id for t in program.inputs]
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        env = dict(zip(ids, args, strict=True))
+        for node in nodes:
+            time.sleep(0)  # tracing holds the GIL for long: let the event loop's thread have a turn
+            env.update(zip(node.outputs, node.fn(*[env[t] for t in node.inputs]), strict=True))
+        # A program that only has effects returns a token: something to wait for.
+        return tuple(env[t] for t in outputs) or (jnp.zeros((), jnp.bool_),)
+
+    run.__name__ = run.__qualname__ = re.sub(r"\W", "_", program.name) or "program"
+    return run
+
+
+def calls_back(node: Node) -> bool:
+    """Whether a node calls back into Python, or has other effects."""
+    return node.has_effect or bool(_ops_in(node) & CALLBACK_OPS)
+
+
+def _ops_in(node: Node) -> frozenset[str]:
+    return frozenset({node.op, *getattr(node.fn, "primitives", ())})
+
+
 def compile_program(
     program: Program, device: jax.Device, *, lowering: AbstractContextManager[Any] | None = None
 ) -> Compiled:
@@ -192,21 +196,10 @@ def compile_program(
     Raises:
         Exception: what JAX or XLA raise when the program cannot be compiled.
     """
-    nodes, outputs = program.nodes, [t.id for t in program.outputs]
-    ids = [t.id for t in program.inputs]
-
-    def run(*args: Any) -> tuple[Any, ...]:
-        env = dict(zip(ids, args, strict=True))
-        for node in nodes:
-            time.sleep(0)  # tracing holds the GIL for long: let the event loop's thread have a turn
-            env.update(zip(node.outputs, node.fn(*[env[t] for t in node.inputs]), strict=True))
-        # A program that only has effects returns a token: something to wait for.
-        return tuple(env[t] for t in outputs) or (jnp.zeros((), jnp.bool_),)
-
-    run.__name__ = run.__qualname__ = re.sub(r"\W", "_", program.name) or "program"
+    run = function_of(program)
     donated = _usable_donations(program)
     # A program without inputs follows nothing committed: it is told its place.
-    place: dict[str, Any] = {} if ids else {"out_shardings": sharding_of(device)}
+    place: dict[str, Any] = {} if program.inputs else {"out_shardings": sharding_of(device)}
     with config_context(program.config), jax.default_device(device):
         jitted = jax.jit(run, donate_argnums=donated, **place)
         with lowering or contextlib.nullcontext():
@@ -226,14 +219,14 @@ def compile_program(
             with wide_context(args):
                 return compiled(*args)  # type: ignore[no-any-return]
 
-    ops = frozenset().union(*({node.op, *getattr(node.fn, "primitives", ())} for node in nodes))
+    ops = frozenset().union(*map(_ops_in, program.nodes))
     cost = _cost_analysis(compiled)
     return Compiled(
         call=call,
         flops=cost.get("flops"),
         bytes_accessed=cost.get("bytes accessed"),
         memory=_memory_stats(compiled),
-        has_callback=bool(ops & CALLBACK_OPS) or any(node.has_effect for node in nodes),
+        has_callback=any(map(calls_back, program.nodes)),
         has_loop=bool(ops & LOOP_OPS),
         donated=donated,
     )

@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from .errors import TensorError, TraceError
 from .graph import Tensor
+from .handle import Handle
 
 __all__ = [
     "PLAIN_DTYPES",
@@ -124,7 +125,7 @@ def spec_of(value: Any, name: str = "value") -> jax.ShapeDtypeStruct:
     """Shape and type, weak or not, that a value has to JAX under the settings in force; for tracing without it.
 
     Args:
-        value: an array, a scalar, a `jax.ShapeDtypeStruct` or a `Tensor`.
+        value: an array, a scalar, a `Handle`, a `jax.ShapeDtypeStruct` or a `Tensor`.
         name: what error messages call it.
 
     Raises:
@@ -143,7 +144,8 @@ def spec_of(value: Any, name: str = "value") -> jax.ShapeDtypeStruct:
         )
     if is_ref(value):
         raise TraceError(f"{name!r} is a mutable reference, expected an array: give its value, ref[...]")
-    if isinstance(value, (jax.Array, np.ndarray, np.generic)) and getattr(value.dtype, "kind", "V") not in "OSUMm":
+    has_type = isinstance(value, (jax.Array, np.ndarray, np.generic, Handle))
+    if has_type and getattr(value.dtype, "kind", "V") not in "OSUMm":
         weak = bool(getattr(value, "weak_type", False))
         return _struct(value.shape, dtype_of(canonical_dtype(value)), weak=weak)
     raise TensorError(

@@ -16,7 +16,7 @@ from .backend import Backend, Executable
 from .comparison import Comparison, NodeDifference, array_difference
 from .devices.base import Program
 from .errors import AiopipeError, EvaluationError, PlacementError, TensorError
-from .graph import Graph, Node
+from .graph import Graph, Node, Tensor
 from .loader import source_value
 from .placement import upload_weight
 from .sched.lower import lower
@@ -119,9 +119,10 @@ async def _compare(graph: Graph, a: _Side, b: _Side, callback: Callback | None, 
     stopped = False
     for node, program in zip(graph.nodes, _programs(graph), strict=True):
         supported = b.backend.device.supports_op(node)
+        operands = [graph.tensors[t] for t in dict.fromkeys(node.inputs)]  # equal nodes may share their program
 
-        def fetch(program: Program = program, supported: bool = supported) -> None:
-            for tensor in program.inputs:
+        def fetch(operands: Sequence[Tensor] = operands, supported: bool = supported) -> None:
+            for tensor in operands:
                 if tensor.id not in here:
                     given = tensor.id in inputs
                     value = inputs[tensor.id] if given else source_value(tensor, a.backend)
@@ -130,10 +131,10 @@ async def _compare(graph: Graph, a: _Side, b: _Side, callback: Callback | None, 
                     there[tensor.id] = b.backend.upload(here[tensor.id], tensor)
 
         await in_thread(fetch, "upload")
-        made = await a.run(node, program, [here[t.id] for t in program.inputs])
+        made = await a.run(node, program, [here[t.id] for t in operands])
         here.update((t, value) for t, value in zip(node.outputs, made, strict=False) if t in last_use)
         if supported:
-            other = await b.run(node, program, [there[t.id] for t in program.inputs])
+            other = await b.run(node, program, [there[t.id] for t in operands])
             difference, x, y = await _difference(node, (a.backend, made), (b.backend, other))
             found.append(difference)
             if callback is not None and not await _goes_on(callback, difference, node, x, y):
@@ -156,7 +157,7 @@ async def _goes_on(callback: Callback, difference: NodeDifference, node: Node, x
 
 
 def _programs(graph: Graph) -> tuple[Program, ...]:
-    """One program for each node."""
+    """A program for each node."""
     splits = [
         Split(node.index, 0, (node.index,), tuple(dict.fromkeys(node.inputs)), node.outputs, (), (), ())
         for node in graph.nodes

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .backend import Backend
-from .errors import EvaluationError
-from .sched.launch import BoundSplit
+from .errors import BackendLostError, EvaluationError
+from .sched.launch import BoundSplit, LaunchError
 from .sched.plan import Plan
 
-__all__ = ["failure", "first_failure", "launched", "when_ready"]
+__all__ = ["blamed", "failure", "first_failure", "launched", "when_ready"]
 
 Post = Callable[..., None]
 """Has the loop call a function with arguments; from any thread."""
@@ -85,10 +85,34 @@ def first_failure(
         ask(split)
 
 
-def failure(plan: Plan, evaluation: int, split: int, cause: BaseException) -> EvaluationError:
-    """The error that the caller of an evaluation gets."""
+def blamed(splits: Sequence[BoundSplit], markers: Sequence[Any], error: LaunchError) -> tuple[int, BaseException]:
+    """The split to blame, and its error, where one could not be launched.
+
+    That may be an earlier one: a value that a device of another client failed to compute cannot be read.
+
+    Args:
+        splits: all splits of the evaluation, in order.
+        markers: their markers.
+        error: what launching raised.
+    """
+    assert isinstance(error.__cause__, Exception)
+    for split in splits[: error.split]:
+        marker = (markers[split.index],)
+        if marker[0] is not None and split.backend.all_ready(marker):
+            cause = split.backend.error_of(marker)
+            if cause is not None:
+                return split.index, cause
+    return error.split, error.__cause__
+
+
+def failure(plan: Plan, evaluation: int, split: int, cause: BaseException) -> EvaluationError | BackendLostError:
+    """The error that the caller of an evaluation gets: where its backend is gone, that one says so itself."""
     node = plan.graph.nodes[plan.splits[split].nodes[0]]
     backend = plan.devices[plan.splits[split].backend].name
+    if isinstance(cause, BackendLostError):
+        lost = BackendLostError(f"evaluation {evaluation} of {plan.graph.name!r} is lost: {cause}")
+        lost.__cause__ = cause.with_traceback(None)
+        return lost
     error = EvaluationError(
         f"evaluation {evaluation} of {plan.graph.name!r} failed in split {split} on {backend!r}, "
         f"which begins with {node.op!r} at {node.source or 'an unknown line'}: {cause}",

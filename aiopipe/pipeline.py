@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Literal
 
 import jax
@@ -14,6 +15,7 @@ from ._threads import closing_s, in_thread
 from .backend import Backend
 from .errors import AiopipeError, BackendClosedError, PlacementError, TraceError
 from .evaluation import Evaluation
+from .fetch import fetch
 from .graph import Graph
 from .placement import place, upload_weight
 from .plans import shared
@@ -47,8 +49,8 @@ class Pipeline:
         timeline: record busy times, for `statistics().busy`.
         on_progress: called with (compiled, to compile) while a new shape is compiled.
 
-    Each new combination of input shapes is traced and compiled once, off the event loop; known
-    shapes are served meanwhile.
+    Each new combination of input shapes, and of JAX's settings, is traced and compiled once, off the
+    event loop; known shapes are served meanwhile.
 
     Example::
 
@@ -86,6 +88,7 @@ class Pipeline:
         self._on_progress = on_progress
         self._scheduler: Scheduler | None = None
         self._opened = False
+        self._remote = False
         self._placed = False
         self._placing = asyncio.Lock()
         self._first: tuple[tuple[str, ...], Sequence[int]] | None = None
@@ -113,7 +116,7 @@ class Pipeline:
         return self.scheduler.n_copies
 
     async def __call__(self, *inputs: Any, state: State | None = None) -> Any:
-        """``model(params, *inputs)``, its arrays ready.
+        """``model(params, *inputs)``, its arrays ready; those that a device of another machine made, as NumPy arrays.
 
         Args:
             inputs: what the model takes behind the parameters (and the state).
@@ -125,7 +128,8 @@ class Pipeline:
             PlacementError, AllocationError: it fits no device.
             EvaluationError: it failed on a device.
         """
-        return await (await self.submit(*inputs, state=state))
+        result = await (await self.submit(*inputs, state=state))
+        return await fetch(result) if self._remote else result
 
     async def submit(self, *inputs: Any, state: State | None = None) -> Evaluation:
         """Start an evaluation; wait only for a free slot. Inputs may be changed afterwards."""
@@ -148,7 +152,8 @@ class Pipeline:
                 An iterable is advanced on the event loop: give an async one where that takes long.
             state: what the model reads and replaces: every batch goes on from what the one before left.
         """
-        return stream_in_order(lambda inputs: self.submit(*inputs, state=state), batches, self.n_copies)
+        results = stream_in_order(lambda inputs: self.submit(*inputs, state=state), batches, self.n_copies)
+        return _fetched(results) if self._remote else results
 
     async def plan(self, *inputs: Any, state: State | None = None) -> Plan:
         """The plan for inputs of these shapes (arrays or `jax.ShapeDtypeStruct`), compiled and loaded."""
@@ -188,6 +193,7 @@ class Pipeline:
             on_progress=self._on_progress,
         )
         await self._scheduler.__aenter__()
+        self._remote = any(backend.device.props.remote for backend in self._scheduler.backends)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -287,8 +293,14 @@ class Pipeline:
         return {glob: backend(target) for glob, target in split.items()}
 
 
+async def _fetched(results: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    async with aclosing(results):
+        async for result in results:
+            yield await fetch(result)
+
+
 def _key(inputs: tuple[Any, ...], state: State | None) -> tuple[Hashable, list[Any]]:
-    """What tells graphs apart, and the leaves of the inputs."""
+    """What tells graphs apart (JAX's settings, too: they change what is traced), and the leaves of the inputs."""
     leaves, treedef = jax.tree.flatten(inputs)
     of_state = () if state is None else (state.structure,)
-    return (treedef, *map(_jax_types.type_key, leaves), *of_state), leaves
+    return (_jax.settings_key(), treedef, *map(_jax_types.type_key, leaves), *of_state), leaves

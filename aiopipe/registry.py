@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from .backend import Backend, Dispatch
-from .devices.base import Device
+from .devices.base import Device, DeviceType
 from .errors import PlacementError
 
 __all__ = [
@@ -129,7 +129,7 @@ def check_distinct(backends: Sequence[Backend]) -> None:
 
 
 def with_host(given: Sequence[Backend | str]) -> tuple[tuple[Backend, ...], list[Backend]]:
-    """Backends for a scheduler, a host CPU last; and those of them that were opened here.
+    """Backends for a scheduler, a host CPU last (or another host's, behind it); and those that were opened here.
 
     Args:
         given: backends, or specs of ones to open, in order of priority.
@@ -146,8 +146,11 @@ def with_host(given: Sequence[Backend | str]) -> tuple[tuple[Backend, ...], list
         item.check_open()
         backends.append(item)
     check_distinct(backends)
-    if not backends[-1].device.is_host_cpu:
+    last = backends[-1].device
+    if not last.is_host_cpu:
         host = next((b.name for b in backends if b.device.is_host_cpu), None)
+        if host is not None and last.props.remote and last.props.type is DeviceType.CPU:
+            return tuple(backends), opened  # a slow one of the lowest priority, with the host before it
         if host is not None:
             raise PlacementError(
                 f"{host!r} comes before {backends[-1].name!r}: give the host CPU last, its priority is the lowest"

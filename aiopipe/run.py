@@ -23,6 +23,7 @@ class Run:
 
     __slots__ = (
         "admitted",
+        "broken",
         "captured",
         "dropped",
         "ends",
@@ -48,6 +49,7 @@ class Run:
         self.env = Environment(loaded.plan.n_slots, len(loaded.splits))
         self.captured = False
         self.dropped = False
+        self.broken = False  # launching raised, when it may have taken over memory of the state
         self.ends: dict[int, float] = {}
         self.observation: Any = None
         self.admitted: asyncio.Future[None] | None = None
@@ -72,7 +74,8 @@ class Run:
         state, evaluation = self.state, self.evaluation
         if state is None or not self.taken:
             return
-        untouched = self.dropped and not evaluation.failed and not any(m is not None for m in self.env.markers)
+        launched = self.broken or any(marker is not None for marker in self.env.markers)
+        untouched = self.dropped and not evaluation.failed and not launched
         whole = state.give_back(self.loaded.plan.state, self.env.slots, untouched=untouched)
         if evaluation.failed:
             assert evaluation._error is not None

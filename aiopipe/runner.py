@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from .backend import InlineLane
-from .completion import failure, first_failure, launched, when_ready
+from .completion import blamed, failure, first_failure, launched, when_ready
 from .errors import BackendClosedError, EvaluationAborted, WrongLoopError
 from .evaluation import Evaluation
 from .events import Event
@@ -264,9 +264,11 @@ class Runner:
                 if run.env.markers[split.index] is not None:
                     run.watch_split(split.index, self._post)
         if error is not None:
-            assert isinstance(error.__cause__, Exception)
-            cause = failure(run.loaded.plan, run.evaluation.id, error.split, error.__cause__)
-            return Failed(run.evaluation.id, segment, cause)
+            run.broken = True
+            if run.taken and run.state is not None and run.state.error is not None:
+                return Failed(run.evaluation.id, segment, run.state.refusal())  # its arrays came from one that failed
+            guilty = blamed(run.loaded.splits, run.env.markers, error)
+            return Failed(run.evaluation.id, segment, failure(run.loaded.plan, run.evaluation.id, *guilty))
         return Launched(run.evaluation.id, segment)
 
     def _watch(self, instruction: Watch) -> Stimulus | None:

@@ -67,10 +67,13 @@ class Staging:
     def captures_inline(self, values: Sequence[Any]) -> bool:
         """Whether `capture` takes so little time that the loop can do it: small, and nothing to wait for."""
         copied = 0
-        for position, backend, nbytes in zip(self.plan.used_inputs, self._host_backends, self._nbytes, strict=True):
+        sizes = zip(self.plan.used_inputs, self._host_backends, self._nbytes, strict=True)
+        for slot, (position, backend, nbytes) in enumerate(sizes):
             value = values[position]
             if backend.accepts(value):
                 continue  # taken as it is, whatever its size
+            if slot in self.returned and backend.device.props.remote:
+                return False  # uploaded, over the network
             if type(value) is not np.ndarray and not isinstance(value, _NUMBERS):
                 return False  # some other library's or another client's array: reading it may wait
             copied += nbytes

@@ -121,7 +121,7 @@ class State(HasSpecs):
         """
         self.check_usable()
         owner = self._owned_by()
-        leaves = self._source if owner is None or self._arrays is None else await owner.snapshot(self)
+        leaves = self._filled(self._source) if owner is None or self._arrays is None else await owner.snapshot(self)
         return Snapshot(self.name, self.structure, leaves, self.nbytes)
 
     async def restore(self, snapshot: Snapshot) -> None:
@@ -179,7 +179,7 @@ class State(HasSpecs):
 
     def begin_values(self) -> list[Any]:
         """What the state was made with: an array for each leaf."""
-        return [np.zeros(*spec) if v is None else v for v, spec in zip(self._initial, self.structure[1], strict=True)]
+        return self._filled(self._initial)
 
     def check_usable(self) -> None:
         """Raise `StateError` where the state is marked or freed."""
@@ -241,6 +241,10 @@ class State(HasSpecs):
         """An evaluation left the arrays in between. The first error stays."""
         if self.error is None:
             self.error = error
+
+    def _filled(self, values: Sequence[Any]) -> list[Any]:
+        """Values with zeros where none were given."""
+        return [np.zeros(*spec) if v is None else v for v, spec in zip(values, self.structure[1], strict=True)]
 
     def _owned_by(self) -> Owner | None:
         return None if self._owner is None else self._owner()

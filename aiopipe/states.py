@@ -92,8 +92,7 @@ class States:
             PlacementError: no backend can run some op, or one that makes the state's next value lacks it.
             AllocationError: the state does not fit beside what is there.
         """
-        owner = state._owned_by()
-        if owner is not None and owner is not self:
+        if state._owner is not None and state._owned_by() is not self:
             raise StateError(f"{state!r} belongs to another scheduler: make one of its values, State(snapshot.value)")
         state._owner = weakref.ref(self)
         if self._lock is None:
@@ -102,7 +101,8 @@ class States:
             homes = self._known_homes(state)
             self._plans.keep_state_at(graph, {t.id: homes[i] for i, t in enumerate(graph.state) if homes[i] >= 0})
             loaded = self._plans.get(graph) or await self._plans.load(graph)
-            if not state.is_allocated:
+            while not state.is_allocated:  # again where it was reset or restored meanwhile
+                state.check_usable()
                 await self._allocate(state, graph.state, [self._backends[b] for b in loaded.plan.state_homes])
                 state.home_indices = loaded.plan.state_homes
                 self._live.add(state)

@@ -20,7 +20,7 @@ from llama.sampling import Sampling
 
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster
-from llamas import TINY, reference, smollm2, tiny
+from llamas import TINY, reference, smollm2
 
 
 def devices(n: int) -> list[str]:
@@ -110,6 +110,20 @@ async def test_greedy_tokens_equal_llama_cpp(small: Any, n_devices: int) -> None
     want = reference("tiny_gguf")
     async with Generator(*small, devices=devices(n_devices), rows=2, n_ctx=64, chunk=16) as gen:
         assert await ids_of(gen.submit(want["tokens"].tolist(), max_tokens=16)) == want["greedy"].tolist()
+
+
+async def test_smollm2s_logits_equal_llama_cpps_on_two_devices() -> None:
+    want = reference("smollm2_llamacpp")
+    config, params = host(smollm2())
+    async with ap.Scheduler(devices(2)) as sched:
+        placed = await ap.place(params, by_layers(config, sched.backends))
+        state = ap.State(jax.eval_shape(partial(model.new_cache, config, 1, 16)))
+        ids = want["ids"].astype(np.int32)
+        fn = partial(all_logits, config=config, n_kv=16)
+        graph = ap.trace(fn, placed, ids, np.zeros((), np.int32), state=state)
+        found = np.asarray(await sched.graph_compute(graph, ids, np.array(0, np.int32), state=state))
+        assert np.abs(found - want["logits_f32"]).max() < 1e-3
+        assert len(set(state.backends.values())) == 2
 
 
 async def test_smollm2_equals_llama_cpp_on_two_devices() -> None:
@@ -353,7 +367,3 @@ async def test_a_single_text_pays_nothing_for_copies() -> None:  # S21
             await ids_of(gen.submit([1, 2], max_tokens=30))
             took.append(cluster.clock.now - began)
     assert took[1] <= took[0] * 1.05
-
-
-def test_models_are_shared_between_tests() -> None:
-    assert tiny()[0].n_layers == 4

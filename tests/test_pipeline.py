@@ -387,3 +387,26 @@ async def test_weights_that_fit_but_not_with_their_copies_are_refused_before_the
         with pytest.raises(ap.AllocationError, match="20000"):
             await pipe(batch(32, 64))
         assert_close(await pipe(batch(1, 64)), oracle(mlp, params, batch(1, 64)))
+
+
+async def test_settings_of_jax_are_those_of_the_call() -> None:
+    """As under `jax.jit`: another setting is another trace, and known ones are kept."""
+
+    def model(params: Any, x: Any) -> Any:
+        return jnp.dot(x, params) / jnp.arange(1.0, 3.0)  # of the default float type
+
+    params, x = np.ones((2, 2), np.float32), np.ones((2, 2), np.float32)
+    async with ap.Pipeline(model, params, devices=DEVICES) as pipe:
+        assert (await pipe(x)).dtype == np.float32
+        with jax.enable_x64(True):
+            want = jax.jit(model)(params, x)
+        planned = pipe.statistics().planned
+        jax.config.update("jax_enable_x64", True)
+        try:
+            got = await pipe(x)
+        finally:
+            jax.config.update("jax_enable_x64", False)
+        assert got.dtype == want.dtype == np.float64
+        assert pipe.statistics().planned == planned + 1
+        assert (await pipe(x)).dtype == np.float32
+        assert pipe.statistics().planned == planned + 1

@@ -403,3 +403,45 @@ async def test_forbid_replan_holds_for_states() -> None:
             await sched.graph_compute(graph, xs(1)[0], state=state)
         await sched.alloc_graph(graph)
         assert_close(np.asarray(await sched.graph_compute(graph, xs(1)[0], state=state)), one_by_one(xs(1))[0][0])
+
+
+async def test_a_state_somewhere_else_needs_a_plan_of_its_own() -> None:
+    async with ap.Scheduler(devices(2), forbid_replan=True) as sched:
+        first, second = await spread(sched, 1), await spread(sched, 2)
+        a, b = ap.State(empty()), ap.State(empty())
+        await sched.alloc_graph(first, state=a)
+        await sched.alloc_graph(second, state=b)
+        assert a.backends != b.backends
+        with pytest.raises(ap.ReplanError):
+            await sched.graph_compute(first, xs(1)[0], state=b)
+        for graph, state in ((first, a), (second, b)):
+            assert_close(np.asarray(await sched.graph_compute(graph, xs(1)[0], state=state)), one_by_one(xs(1))[0][0])
+
+
+async def test_reset_while_it_is_being_put_in_place() -> None:
+    async with ap.Scheduler(devices(2)) as sched:
+        graph, state = await spread(sched), ap.State(empty())
+        running = asyncio.ensure_future(sched.graph_compute(graph, xs(1)[0], state=state))
+        while not running.done():  # as often as it can be
+            await asyncio.sleep(0)
+            await state.reset()
+        assert_close(np.asarray(await running), one_by_one(xs(1))[0][0])
+
+
+async def test_the_value_of_a_snapshot_has_zeros_where_nothing_was_given() -> None:
+    state = ap.State({"a": jax.ShapeDtypeStruct((2,), np.float32), "b": np.ones(2, np.int32)})
+    value = (await state.snapshot()).value
+    assert value["a"].tolist() == [0, 0] and value["b"].tolist() == [1, 1]
+
+
+async def test_it_ends_with_its_scheduler() -> None:
+    state = ap.State(empty())
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        await sched.graph_compute(await spread(sched, 1), xs(1)[0], state=state)
+        taken = await state.snapshot()
+    with pytest.raises(ap.StateError, match="ended with its scheduler"):
+        await state.fork()
+    async with ap.Scheduler(["cpu:0"]) as sched:  # a snapshot does not
+        again = ap.State(taken.value)
+        got = await sched.graph_compute(await spread(sched, 1), xs(2)[1], state=again)
+        assert_close(np.asarray(got), one_by_one(xs(2))[0][1])

@@ -18,19 +18,19 @@ FOLDER = Path(__file__).resolve().parent.parent / PACKAGE
 
 # Lowest first. A file imports only from rows above its own. A package's own `__init__` goes by the package's name.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "devices", "sched", "_threads"),
-    ("graph", "events", "comparison", "lanes"),
+    ("errors", "devices", "sched", "_threads", "_jax_settings"),
+    ("graph", "events", "comparison", "handle", "lanes"),
     ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types"),
     ("_arguments", "buffer", "graph_plan", "_jax"),
-    ("_jaxpr", "_specs", "tensor_range"),
+    ("_jaxpr", "_jax_export", "_specs", "fetch", "tensor_range"),
     ("_jax_cost", "_jax_lift", "sched.assign_check", "_jax_memory", "tensor_moves"),
     ("tensor_io",),
     ("trace", "backend", "streaming", "devices.clock", "devices.simops", "sched.decided", "sched.partition"),
     ("registry", "state"),
-    ("lane_pool", "live_weights", "devices.xla", "devices.simvalue", "sched.assign"),
-    ("devices.simbackend", "sched.order"),
-    ("sched.split",),
-    ("statistics", "sched.alloc", "sched.lower"),
+    ("lane_pool", "live_weights", "devices.remote_actor", "devices.xla", "devices.simvalue", "sched.assign"),
+    ("devices.remote_link", "devices.simbackend", "sched.order"),
+    ("devices.remote", "sched.split"),
+    ("devices.ray", "statistics", "sched.alloc", "sched.lower"),
     ("sched.plan_text",),
     ("sched.plan_dot",),
     ("devices.sim", "sched.plan", "sched.state"),
@@ -55,7 +55,8 @@ CONCURRENCY = frozenset(
     "_thread anyio asyncio concurrent multiprocessing queue selectors signal socket subprocess threading".split()
 )
 TRACING = frozenset(
-    "_arguments _jax _jax_cost _jax_lift _jax_memory _jax_source _jax_types _jaxpr _specs trace".split()
+    "_arguments _jax _jax_cost _jax_export _jax_lift _jax_memory _jax_settings _jax_source _jax_types _jaxpr _specs "
+    "trace".split()
 )
 PURE = TRACING | {"errors", "graph", "graph_builder", "devices.base"}
 SCHEDULING = tuple(
@@ -67,7 +68,7 @@ IMPURE_SCHED = frozenset({"sched.scheduler"})
 # Only these know JAX, and only `_jax` what differs between its versions.
 JAX_PRIVATE = ("jax.extend", "jax._src", "jaxlib")
 JAX_PRIVATE_IN = frozenset({"_jax"})
-JAX_IN = TRACING | {"devices.xla", "placement", "pipeline", "state", "states"}
+JAX_IN = TRACING | {"devices.xla", "fetch", "placement", "pipeline", "state", "states"}
 
 # `ml_dtypes` comes with JAX, which cannot do without it.
 CORE_DEPENDENCIES = frozenset({"anyio", "jax", "jaxlib", "ml_dtypes", "numpy"})

@@ -69,6 +69,7 @@ class DeviceProps:
             producer's memory, so they are never donated; larger ones are copied.
         events: its queue can record events; waiting for those of others works everywhere.
         memory_nbytes: bytes that it may use, or None when unknown.
+        remote: it is on another machine: reading a value of it, and putting one there, takes a way over the network.
         flops_per_s: rough speed; only the ratio between devices matters.
         bytes_per_s: rough memory bandwidth; only the ratio between devices matters.
     """
@@ -80,6 +81,7 @@ class DeviceProps:
     view_nbytes: int = 0
     events: bool = True
     memory_nbytes: int | None = None
+    remote: bool = False
     flops_per_s: float = 5e10
     bytes_per_s: float = 1e10
 

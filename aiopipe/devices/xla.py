@@ -20,9 +20,10 @@ from ..backend import Backend, Dispatch, Executable, Lane, ThreadLane
 from ..devices.base import BufferType, Device, DeviceProps, DeviceType, Program
 from ..errors import BackendClosedError, PlacementError
 from ..graph import Node, Tensor
+from ..handle import Handle
 from ..tensor_range import Range
 
-__all__ = ["XlaBackend", "XlaDevice", "open_xla", "xla_devices"]
+__all__ = ["CPU_ONLY_OPS", "SPEEDS", "TYPES", "XlaBackend", "XlaDevice", "open_xla", "xla_devices"]
 
 VIEW_NBYTES = 1 << 20
 """Up to this size a ready value of another CPU device is handed over as a view, not copied."""
@@ -39,25 +40,29 @@ INLINE_NBYTES = 1 << 17
 _SLOW_OPS = frozenset({"cholesky", "eig", "eigh", "fft", "lu", "qr", "schur", "sort", "svd", "triangular_solve"})
 """Ops whose cost XLA's flop count does not show."""
 
-_CPU_ONLY_OPS = frozenset({"eig", "schur"})
+CPU_ONLY_OPS = frozenset({"eig", "schur"})
 """Ops that JAX implements on the CPU alone."""
 
-_TYPES = {
+TYPES = {
     "cpu": DeviceType.CPU,
     "gpu": DeviceType.GPU,
     "cuda": DeviceType.GPU,
     "rocm": DeviceType.GPU,
     "tpu": DeviceType.TPU,
 }
-_SPEEDS = {DeviceType.CPU: (5e10, 1e10), DeviceType.GPU: (5e13, 1.5e12), DeviceType.TPU: (1e14, 1e12)}
+"""Kinds of hardware by JAX's names of platforms."""
+
+SPEEDS = {DeviceType.CPU: (5e10, 1e10), DeviceType.GPU: (5e13, 1.5e12), DeviceType.TPU: (1e14, 1e12)}
+"""Rough (operations, bytes of memory) for each second."""
+
 
 
 class XlaDevice(Device):
     """A `jax.Device`."""
 
     def __init__(self, device: jax.Device) -> None:
-        kind = _TYPES.get(device.platform, DeviceType.OTHER)
-        flops, bandwidth = _SPEEDS.get(kind, (5e10, 1e10))
+        kind = TYPES.get(device.platform, DeviceType.OTHER)
+        flops, bandwidth = SPEEDS.get(kind, (5e10, 1e10))
         host = kind is DeviceType.CPU
         self.jax_device = device
         self.name = f"{'gpu' if kind is DeviceType.GPU else device.platform}:{_index_of(device)}"
@@ -84,7 +89,7 @@ class XlaDevice(Device):
 
     def supports_op(self, node: Node) -> bool:
         """Whether JAX implements the op on this platform."""
-        return self.is_host_cpu or node.op not in _CPU_ONLY_OPS
+        return self.is_host_cpu or node.op not in CPU_ONLY_OPS
 
 
 def _index_of(device: jax.Device) -> int:
@@ -169,8 +174,8 @@ class XlaBackend(Backend):
         return _jax_memory.duplicate(value, self.jax_device)
 
     def transfer(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Views of ready values where memory is shared; else asynchronous copies."""
-        out = list(values)
+        """Views of ready values where memory is shared; else asynchronous copies. Waits for those of other machines."""
+        out: list[Any] = [value.numpy() if isinstance(value, Handle) else value for value in values]
         moving: list[int] = []
         for i, value in enumerate(out):
             if self._aliases_host:

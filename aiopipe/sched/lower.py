@@ -15,7 +15,7 @@ __all__ = ["lower"]
 
 
 def lower(graph: Graph, splits: Sequence[Split], donate: Sequence[tuple[int, ...]]) -> tuple[Program, ...]:
-    """One program for each split, in order.
+    """A program for each split, in order.
 
     Args:
         graph: what the splits are runs of.
@@ -24,8 +24,9 @@ def lower(graph: Graph, splits: Sequence[Split], donate: Sequence[tuple[int, ...
 
     Returns:
         Programs; splits that compute the same function of the same types have programs with equal keys, so
-        that a device compiles them once. On one backend they share one program: the first one's. One that
-        makes nothing but state returns a token behind it, as something to wait for (`alloc.marker_of`).
+        that a device compiles them once. On one backend they share one program, which has the nodes and the
+        tensors of the first of them. One that makes nothing but state returns a token behind it, as something
+        to wait for (`alloc.marker_of`).
     """
     programs: list[Program] = []
     tensors = graph.tensors

@@ -115,7 +115,7 @@ class Plan:
         devices: in order of priority; a split's backend is an index into it.
         assignment: which backend each tensor got, and why.
         splits: runs of nodes, in the order in which they are launched.
-        programs: what each split compiles to.
+        programs: what each split compiles to; splits of one backend that are alike share the first one's.
         launch_lists: how each split is fed.
         used_inputs: positions in `graph.inputs` that are captured, in environment order.
         n_slots: length of an evaluation's environment.

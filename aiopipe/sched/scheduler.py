@@ -374,8 +374,8 @@ class Scheduler:
         self._forbid(graph)
         return self._plans.get(graph) or await self._load(graph)
 
-    def _forbid(self, graph: Graph) -> None:
-        if self._forbid_replan and not self._plans.is_planned(graph):
+    def _forbid(self, graph: Graph, *, moved: bool = False) -> None:
+        if self._forbid_replan and (moved or not self._plans.is_planned(graph)):
             shapes = ", ".join(tensor.describe() for tensor in graph.inputs)
             raise ReplanError(
                 f"graph {graph.name!r} for ({shapes}) would have to be planned, which forbid_replan=True does not "
@@ -389,7 +389,7 @@ class Scheduler:
             return await self._loaded(graph)
         loaded = self._plans.get(graph)
         if loaded is None or not self._states.fits(state, loaded):
-            self._forbid(graph)
+            self._forbid(graph, moved=loaded is not None and state.is_allocated)
             loaded = await self._states.prepare(state, graph)
             self._last_n_splits = loaded.plan.n_splits
         return loaded
