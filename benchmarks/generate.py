@@ -157,11 +157,12 @@ async def measure(
 ) -> dict[str, Any]:
     """One file: texts for each number of streams, then prompts, in the generators of the last number."""
     config, params = loaded
+    backends = dict(list(BACKENDS.items())[: 2 if kind == "f32" else 1])  # for more there is no further question
     result: dict[str, Any] = {}
     for n in streams:
         async with contextlib.AsyncExitStack() as stack_:
             generators: dict[str, Generator] = {}
-            for name, devices in BACKENDS.items():
+            for name, devices in backends.items():
                 groups = min(len(devices), n)
                 made = Generator(config, params, devices=devices, rows=-(-n // groups), groups=groups, n_ctx=N_CTX)
                 generators[name] = await stack_.enter_async_context(made)
@@ -302,9 +303,11 @@ def main() -> None:
     parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], help="default: 1,4,16")
     parser.add_argument("--tokens", type=int, help="of each text (default: 32)")
     parser.add_argument("--rounds", type=int, help="default: 4")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS, help=f"of {','.join(PARTS)}")
-    parser.add_argument("--quick", action="store_true", help="1 and 16 streams, 2 rounds of 16 tokens")
+    parser.add_argument("--parts", type=lambda text: text.split(","), help=f"default: {','.join(PARTS)}")
+    short = "1 and 16 streams, 2 rounds of 16 tokens, without q4_1 and steps"
+    parser.add_argument("--quick", action="store_true", help=short)
     options = parser.parse_args()
+    options.parts = options.parts or [part for part in PARTS if part not in ("q4_1", "steps") or not options.quick]
     options.streams = options.streams or ([1, 16] if options.quick else [1, 4, 16])
     options.tokens = options.tokens or (16 if options.quick else 32)
     options.rounds = options.rounds or (2 if options.quick else 4)
