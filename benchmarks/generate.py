@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 N_CTX = 256
 PROMPT = 32
 """Tokens of a prompt whose text is timed."""
-LONG_PROMPT, N_LONG = 192, 4
+LONG_PROMPT, N_LONG = 192, 2
 """Of the prompts that are timed themselves, and how many at once."""
 BACKENDS = {"1 device": ["cpu:0"], "2 devices": ["cpu:0", "cpu:1"]}
 PEER = "llama.cpp"
@@ -157,11 +157,12 @@ async def measure(
 ) -> dict[str, Any]:
     """One file: texts for each number of streams, then prompts, in the generators of the last number."""
     config, params = loaded
+    backends = dict(list(BACKENDS.items())[: 2 if kind == "f32" else 1])  # for more there is no further question
     result: dict[str, Any] = {}
     for n in streams:
         async with contextlib.AsyncExitStack() as stack_:
             generators: dict[str, Generator] = {}
-            for name, devices in BACKENDS.items():
+            for name, devices in backends.items():
                 groups = min(len(devices), n)
                 made = Generator(config, params, devices=devices, rows=-(-n // groups), groups=groups, n_ctx=N_CTX)
                 generators[name] = await stack_.enter_async_context(made)
@@ -210,7 +211,7 @@ async def latency_of_copies(options: argparse.Namespace, loaded: Any) -> float:
             made = Generator(config, params, devices=BACKENDS["2 devices"], rows=1, n_ctx=N_CTX, n_copies=copies)
             generator = await stack_.enter_async_context(made)
             runs[str(copies)] = partial(write, generator, prompts(1, PROMPT), options.tokens)
-        found, _ = await take_turns(runs, options.rounds + 2, "4 copies and 1")
+        found, _ = await take_turns(runs, options.rounds, "4 copies and 1")
     return statistics.median(b.rate / a.rate for a, b in zip(found["4"], found["1"], strict=True))
 
 
@@ -293,7 +294,7 @@ async def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]
         result["growth"] = found = await growth(20 if options.quick else 80)
         checks.append(Check("time for a token late over early", found["late_over_early"], "<=", 1.05))
     if "steps" in options.parts:
-        result["steps_ms"] = bare_steps(loaded, 10, (1, 8) if options.quick else (1, 2, 4, 8, 16))
+        result["steps_ms"] = bare_steps(loaded, 10, (1, 8) if options.quick else (1, 4, 8, 16))
     return result, checks
 
 
@@ -301,13 +302,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], help="default: 1,4,16")
     parser.add_argument("--tokens", type=int, help="of each text (default: 32)")
-    parser.add_argument("--rounds", type=int, help="default: 5")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS, help=f"of {','.join(PARTS)}")
-    parser.add_argument("--quick", action="store_true", help="1 and 16 streams, 2 rounds of 16 tokens")
+    parser.add_argument("--rounds", type=int, help="default: 4")
+    parser.add_argument("--parts", type=lambda text: text.split(","), help=f"default: {','.join(PARTS)}")
+    parser.add_argument("--quick", action="store_true", help="1 and 16 streams, 2 rounds of 16 tokens, no q4_1")
     options = parser.parse_args()
+    options.parts = options.parts or [part for part in PARTS if part != "q4_1" or not options.quick]
     options.streams = options.streams or ([1, 16] if options.quick else [1, 4, 16])
     options.tokens = options.tokens or (16 if options.quick else 32)
-    options.rounds = options.rounds or (2 if options.quick else 5)
+    options.rounds = options.rounds or (2 if options.quick else 4)
     finish(*asyncio.run(run(options)))
 
 

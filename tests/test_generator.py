@@ -60,6 +60,17 @@ def by_layers(config: Config, backends: Sequence[ap.Backend]) -> dict[str, Any]:
     return {**blocks, "embed": [backends[0], backends[-1]], "*": backends[-1]}
 
 
+@pytest.mark.parametrize("kind", ["decode", "decode_one", "prefill"])
+async def test_few_values_cross_a_cut_however_many_blocks_follow(small: tuple[Config, Any], kind: Any) -> None:
+    async with Generator(*small, devices=devices(2), rows=2, n_ctx=64, split=[1, 3]) as generator:
+        plan = await generator.scheduler.plan(generator._graphs._trace(kind, 64))
+    nodes = [{i for split in plan.splits if split.backend == b for i in split.nodes} for b in range(2)]
+    made = {t for i in nodes[0] for t in plan.graph.nodes[i].outputs}
+    read = {t for i in nodes[1] - nodes[0] for t in plan.graph.nodes[i].inputs}
+    own = {t for i in nodes[1] for t in plan.graph.nodes[i].outputs}
+    assert len(made & read - own) <= 8  # of every block there were eleven once
+
+
 async def chunked_logits(loaded: tuple[Config, Any], names: list[str], chunk: int, n_copies: int) -> np.ndarray:
     """The scores of the reference's 44 positions, read in chunks that follow each other without waiting."""
     config, params = loaded

@@ -27,6 +27,12 @@ Cache = dict[str, Any]
 _einsum = partial(jnp.einsum, precision="highest")
 
 
+# Values (batch, length, heads, head_dim) go to the row and the position that (batch, length, 2) names.
+_SCATTER = jax.lax.ScatterDimensionNumbers(
+    update_window_dims=(2, 3), inserted_window_dims=(0, 2), scatter_dims_to_operand_dims=(0, 2)
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """What the weights alone do not say.
@@ -124,10 +130,16 @@ def forward(
             "n_kv must be at most the latter, and without rows there must be a text for each"
         )
     positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)  # (batch, length)
+    # What every block needs of the positions, once and in the shapes in which it is used: where the model is cut, a
+    # device then gets these few small arrays and not several for each block.
+    where = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows
+    at = jnp.stack([jnp.broadcast_to(where[:, None], positions.shape), positions], -1)  # (batch, length, 2)
+    visible = (jnp.arange(n_kv) <= positions[:, :, None])[:, None, None]  # (batch, 1, 1, length, n_kv)
+    turn = _turn(positions, config)
     x = rows_of(params["embed"], tokens.reshape(-1)).T  # (d_model, batch * length)
     blocks = []
     for p, kv in zip(params["blocks"], cache["blocks"], strict=True):
-        mixed, kv = _attention(p["attn"], _norm(p["attn"]["norm"], x, config.eps), kv, rows, positions, config, n_kv)
+        mixed, kv = _attention(p["attn"], _norm(p["attn"]["norm"], x, config.eps), kv, rows, at, turn, visible, config)
         x = x + mixed
         x = x + _mlp(p["mlp"], _norm(p["mlp"]["norm"], x, config.eps))
         blocks.append(kv)
@@ -166,10 +178,10 @@ def _mlp(p: Params, x: jax.Array) -> jax.Array:
 
 
 def _turn(positions: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of the angles of each position, (rope_dim / 2, tokens)."""
+    """Cosines and sines of the angles of each position, (1, rope_dim / 2, tokens)."""
     half = config.rope_dim // 2
     frequencies = jnp.asarray([config.rope_base ** (-i / half) for i in range(half)], jnp.float32)
-    angle = frequencies[:, None] * positions.reshape(-1).astype(jnp.float32)
+    angle = frequencies[None, :, None] * positions.reshape(1, 1, -1).astype(jnp.float32)
     # Without the barrier XLA computes them anew for every head and value, which costs as much as attention itself.
     cos, sin = jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
     return cos, sin
@@ -181,7 +193,7 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     Files in Hugging Face's order pair x[i] with x[i + half] instead; GGUF files have queries and keys permuted.
     """
     heads, width, n = x.shape
-    half = len(cos)
+    half = cos.shape[1]
     pairs = x[:, : 2 * half].reshape(heads, half, 2, n)
     even, odd = pairs[:, :, 0], pairs[:, :, 1]
     turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], 2).reshape(heads, 2 * half, n)
@@ -193,35 +205,37 @@ def _attention(
     x: jax.Array,
     kv: dict[str, jax.Array],
     rows: jax.Array | None,
-    positions: jax.Array,
+    at: jax.Array,
+    turn: tuple[jax.Array, jax.Array],
+    visible: jax.Array,
     config: Config,
-    n_kv: int,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Writes keys and values of (d_model, tokens), then attends; angles and mask are made anew, being small."""
-    batch, length = positions.shape
+    """Writes keys and values of (d_model, tokens) at rows and positions `at`, then attends to what is `visible`."""
+    batch, length, _ = at.shape
     heads, width = config.n_kv_heads, config.head_dim
     group = config.n_heads // heads
-    cos, sin = _turn(positions, config)
-    q = _rotate(_linear(p["q"], x).reshape(heads * group, width, -1), cos, sin)
-    k = _rotate(_linear(p["k"], x).reshape(heads, width, -1), cos, sin)
+    q = _rotate(_linear(p["q"], x).reshape(heads * group, width, -1), *turn)
+    k = _rotate(_linear(p["k"], x).reshape(heads, width, -1), *turn)
     v = _linear(p["v"], x).reshape(heads, width, -1)
 
     # A scatter drops what is out of range. dynamic_update_slice would move a chunk that sticks out at the end back,
     # over older positions. Given a donated cache, XLA writes in place.
-    where = jnp.arange(batch)[:, None] if rows is None else rows[:, None]
     new = {
-        name: kv[name]
-        .at[where, :, positions]
-        .set(value.reshape(heads, width, batch, length).transpose(2, 3, 0, 1).astype(kv[name].dtype), mode="drop")
+        name: jax.lax.scatter(
+            kv[name],
+            at,
+            value.reshape(heads, width, batch, length).transpose(2, 3, 0, 1).astype(kv[name].dtype),
+            _SCATTER,
+            mode="drop",
+        )
         for name, value in (("k", k), ("v", v))
     }
-    keys, values = (_read(new[name], rows, n_kv).astype(x.dtype) for name in "kv")
+    keys, values = (_read(new[name], rows, visible.shape[-1]).astype(x.dtype) for name in "kv")
 
     # The heads that share keys and values are one product's rows: nothing is repeated.
     q = q.reshape(heads, group, width, batch, length).transpose(3, 0, 1, 4, 2) * width**-0.5
     scores = _einsum("bhgtd,bhnd->bhgtn", q, keys)
-    visible = jnp.arange(n_kv) <= positions[:, :, None]  # (batch, length, n_kv)
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
+    scores = jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
     mixed = _einsum("bhgtn,bhnd->bhgtd", jax.nn.softmax(scores, axis=-1), values)
     return _linear(p["out"], mixed.transpose(1, 2, 4, 0, 3).reshape(heads * group * width, -1)), new
 
