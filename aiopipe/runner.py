@@ -96,7 +96,9 @@ class Runner:
             raise WrongLoopError("this scheduler belongs to another event loop: make one scheduler for each loop")
         return loop
 
-    async def submit(self, loaded: Loaded, values: Sequence[Any], state: State | None = None) -> Evaluation:
+    async def submit(
+        self, loaded: Loaded, values: Sequence[Any], state: State | None = None, *, observed: bool = True
+    ) -> Evaluation:
         """Submit an evaluation and wait until it has a slot and its inputs are captured."""
         loop = self.enter()
         for backend in loaded.backends:
@@ -105,7 +107,7 @@ class Runner:
         evaluation = Evaluation(self.n_submitted, *of)
         self.n_submitted += 1
         run = self._runs[evaluation.id] = Run(evaluation, loaded, values, state)
-        depends = loaded.depends if self.eval_callback is None else self._to_observe(run)
+        depends = self._to_observe(run) if observed and self.eval_callback is not None else loaded.depends
         self._feed(Submit(evaluation.id, depends, None if state is None else id(state)))
         if not run.captured:
             run.admitted = loop.create_future()
