@@ -96,6 +96,16 @@ class Runner:
             raise WrongLoopError("this scheduler belongs to another event loop: make one scheduler for each loop")
         return loop
 
+    @property
+    def entered(self) -> bool:
+        """Whether it has been bound to a loop."""
+        return self._loop is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no evaluation is under way."""
+        return not self._runs
+
     async def submit(
         self, loaded: Loaded, values: Sequence[Any], state: State | None = None, *, observed: bool = True
     ) -> Evaluation:

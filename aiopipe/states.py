@@ -103,7 +103,8 @@ class States:
             homes = self._known_homes(state)
             self._plans.keep_state_at(graph, {t.id: homes[i] for i, t in enumerate(graph.state) if homes[i] >= 0})
             loaded = self._plans.get(graph) or await self._plans.load(graph)
-            if not state.is_allocated:
+            while not state.is_allocated:  # again where other values were restored meanwhile
+                state.check_usable()
                 await self._allocate(state, graph.state, [self._backends[b] for b in loaded.plan.state_homes])
                 state.home_indices = loaded.plan.state_homes
                 self._live.add(state)

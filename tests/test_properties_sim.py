@@ -86,7 +86,9 @@ STEPS = st.one_of(
     st.tuples(st.just("fork"), st.integers(0, 3)),
     st.tuples(st.just("reset"), st.integers(0, 3)),
     st.tuples(st.just("restore"), st.integers(0, 3), st.integers(0, 9)),
-    st.tuples(st.just("watch"), st.lists(st.booleans(), min_size=1, max_size=5), st.sampled_from(["", "async", "raise"])),
+    st.tuples(
+        st.just("watch"), st.lists(st.booleans(), min_size=1, max_size=5), st.sampled_from(["", "async", "raise"])
+    ),
     st.tuples(st.just("unwatch")),
 )
 
@@ -120,6 +122,7 @@ class Play:
         self.watching = False
         n_leaves = len(graphs[0].state)
         self.initial = [[array(100 + 10 * i + j) for j in range(n_leaves)] for i in range(n_states)]
+        self.begins = list(self.initial)  # a fork begins elsewhere than where it is reset to
         self.states = [ap.State(values, name=f"s{i}") for i, values in enumerate(self.initial)] if n_leaves else []
 
     def start(self, entry: Entry, work: Any) -> None:
@@ -154,9 +157,11 @@ class Play:
 
     async def fork(self, state: ap.State, values: list[Any]) -> list[Any]:
         other = await state.fork()
+        begins = [np.asarray(v) for v in (await other.snapshot()).value]
         self.states.append(other)
         self.initial.append(values)
-        return [np.asarray(v) for v in (await other.snapshot()).value]
+        self.begins.append(begins)
+        return begins
 
     async def snapshot(self, s: int) -> list[Any]:
         snapshot = await self.states[s].snapshot()
@@ -229,7 +234,7 @@ class Play:
     def check(self) -> None:
         """Every end was asked for, every value is that of the same steps one after the other."""
         for s in range(len(self.states)):
-            self.check_state([e for e in self.log if e.state == s], self.initial[s])
+            self.check_state([e for e in self.log if e.state == s], self.begins[s], self.initial[s])
         for entry in self.log:
             if entry.state is None and entry.kind == "submit":
                 how = outcome(entry.task)  # type: ignore[arg-type]
@@ -251,8 +256,8 @@ class Play:
         else:
             assert isinstance(how, ap.StateError), entry
 
-    def check_state(self, entries: list[Entry], initial: list[Any]) -> None:
-        could = [initial]  # what the state may hold
+    def check_state(self, entries: list[Entry], begins: list[Any], initial: list[Any]) -> None:
+        could = [begins]  # what the state may hold
         marked = maybe_marked = False
         for entry in entries:
             assert entry.task is not None and entry.task.done(), entry
