@@ -285,6 +285,12 @@ class Runner:
     def _watch(self, instruction: Watch) -> Stimulus | None:
         run = self._runs[instruction.evaluation]
         run.return_state()
+        try:
+            return self._look(run)
+        except Exception as error:
+            return self._unknowable(run, error)
+
+    def _look(self, run: Run) -> Stimulus | None:
         markers = run.env.markers
         groups = [(backend, [markers[i] for i in indices]) for backend, indices in run.loaded.sinks]
         if run.loaded.returned and run.captured and not run.dropped:  # a caller's array may not be ready yet
@@ -322,7 +328,20 @@ class Runner:
                 run.state.mark(why)
             self._feed(Completed(run.evaluation.id, why))
 
-        first_failure(run.loaded.splits, run.env.markers, error, self._post, blame)
+        try:
+            first_failure(run.loaded.splits, run.env.markers, error, self._post, blame)
+        except Exception as raised:
+            self._feed(self._unknowable(run, raised))
+
+    @staticmethod
+    def _unknowable(run: Run, error: Exception) -> Stimulus:
+        """A backend raised where it was asked whether it is done: nobody can wait for it any more."""
+        why: BaseException = error
+        if run.loaded.splits:
+            why = failure(run.loaded.plan, run.evaluation.id, run.loaded.splits[-1].index, error)
+        if run.taken and run.state is not None:
+            run.state.mark(why)
+        return Completed(run.evaluation.id, why)
 
     def _earlier(self, run: Run) -> Run | None:
         """The evaluation that was submitted last before `run` on the same state and is still under way."""

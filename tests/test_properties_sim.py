@@ -275,6 +275,9 @@ class Play:
                 could = [c for c in could if same(entry.task.result(), c)]
                 assert could and not marked, (entry, entries)
                 continue
+            if isinstance(how, ap.PlacementError):
+                assert "state" in str(how)  # one node makes leaves that another graph has put on two devices
+                continue
             steps = [(c, *expected(entry.what["graph"], entry.what["inputs"], c)) for c in could]
             self.check_end(entry, how, [want for _, want, _ in steps])
             if how == "succeeded":
