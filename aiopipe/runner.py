@@ -291,6 +291,8 @@ class Runner:
             return self._unknowable(run, error)
 
     def _look(self, run: Run) -> Stimulus | None:
+        if not run.loaded.splits and run.state is not None and run.state.error is not None:  # it never took it
+            return Completed(run.evaluation.id, run.state.refusal())
         markers = run.env.markers
         groups = [(backend, [markers[i] for i in indices]) for backend, indices in run.loaded.sinks]
         if run.loaded.returned and run.captured and not run.dropped:  # a caller's array may not be ready yet
