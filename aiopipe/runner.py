@@ -292,6 +292,8 @@ class Runner:
             return self._unknowable(run, error)
 
     def _look(self, run: Run) -> Stimulus | None:
+        if not run.loaded.splits and run.state is not None and run.state.error is not None:  # it never took it
+            return Completed(run.evaluation.id, run.state.refusal())
         markers = run.env.markers
         groups = [(backend, [markers[i] for i in indices]) for backend, indices in run.loaded.sinks]
         if run.loaded.returned and run.captured and not run.dropped:  # a caller's array may not be ready yet
@@ -346,10 +348,9 @@ class Runner:
 
     def _earlier(self, run: Run) -> Run | None:
         """The evaluation that was submitted last before `run` on the same state and is still under way."""
-        if run.state is None:
-            return None
-        before = [r for i, r in self._runs.items() if r.state is run.state and i < run.evaluation.id]
-        return before[-1] if before else None
+        state, me = run.state, run.evaluation.id
+        earlier = (r for i, r in reversed(self._runs.items()) if r.state is state and i < me)
+        return None if state is None else next(earlier, None)
 
     def _resolve(self, instruction: Resolve) -> None:
         run = self._runs[instruction.evaluation]

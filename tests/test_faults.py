@@ -184,6 +184,26 @@ async def test_an_eval_callback_does_not_see_snapshots() -> None:
             assert fork.error is None and state.error is None
 
 
+async def test_what_computes_nothing_heeds_a_mark_too() -> None:
+    cluster = Cluster(1, compute=True)
+    b = GraphBuilder("keeps")
+    x, s = b.input("x", *SPEC), b.state("s", *SPEC)
+    keeps = b.build([x], new_state=[s])
+    b = GraphBuilder("breaks")
+    x, s = b.input("x", *SPEC), b.state("s", *SPEC)
+    (y,) = b.node("add", [x, s], [SPEC], fn=HostOp(lambda x, s: 1 // 0))
+    breaks = b.build([x], new_state=[y])
+    with jax.enable_x64(True):
+        async with ap.Scheduler(cluster.backends, n_copies=1) as sched:
+            state = ap.State([array(0)])
+            await sched.graph_compute(keeps, array(1), state=state)
+            await sched.alloc_graph(breaks, state=state)
+            both = [asyncio.ensure_future(sched.graph_compute(g, array(1), state=state)) for g in (breaks, keeps)]
+            first, second = await asyncio.gather(*both, return_exceptions=True)
+            assert isinstance(first, ap.EvaluationError)
+            assert isinstance(second, ap.StateError) and second.__cause__ is first
+
+
 # Time limits -------------------------------------------------------------------------------------
 
 
