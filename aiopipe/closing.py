@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Callable, Sequence
 
 import anyio
@@ -21,14 +22,21 @@ class Closing:
     Args:
         runner: its evaluations are waited for, or cancelled, and its threads ended.
         plans: what is being loaded is broken off.
+        backends: of the scheduler, for messages.
         opened: backends to close at the end.
         let_go: called at the very end.
     """
 
     def __init__(
-        self, runner: Runner, plans: Plans, opened: Sequence[Backend], let_go: Callable[[], None]
+        self,
+        runner: Runner,
+        plans: Plans,
+        backends: Sequence[Backend],
+        opened: Sequence[Backend],
+        let_go: Callable[[], None],
     ) -> None:
         self._runner = runner
+        self._names = ", ".join(backend.name for backend in backends)
         self._plans = plans
         self._opened = opened
         self._let_go = let_go
@@ -52,6 +60,19 @@ class Closing:
         if cancelled is not None:
             raise cancelled
         self._task.result()
+
+    def __del__(self) -> None:
+        runner = getattr(self, "_runner", None)
+        if runner is None or runner.closed or not runner.entered:
+            return
+        warnings.warn(
+            f"a scheduler over {self._names} was never closed: use it (or its Pipeline) in an 'async with' block, or "
+            "await its aclose()",
+            ResourceWarning,
+            stacklevel=2,
+        )
+        if runner.idle:  # evaluations whose callers still hold them go on
+            runner.lanes.abandon()
 
     async def _close(self, timeout_s: float | None) -> None:
         """In a task of its own: cancelling whoever waits for it does not break it off."""

@@ -98,10 +98,13 @@ def blamed(splits: Sequence[BoundSplit], markers: Sequence[Any], error: LaunchEr
     assert isinstance(error.__cause__, Exception)
     for split in splits[: error.split]:
         marker = (markers[split.index],)
-        if marker[0] is not None and split.backend.all_ready(marker):
-            cause = split.backend.error_of(marker)
-            if cause is not None:
-                return split.index, cause
+        try:
+            if marker[0] is not None and split.backend.all_ready(marker):
+                cause = split.backend.error_of(marker)
+                if cause is not None:
+                    return split.index, cause
+        except Exception as raised:  # a backend that cannot even say whether it is done
+            return split.index, raised
     return error.split, error.__cause__
 
 

@@ -44,3 +44,8 @@ class LanePool:
                     ResourceWarning,
                     stacklevel=2,
                 )
+
+    def abandon(self) -> None:
+        """Have every thread end after what it has to do; wait for none."""
+        for lane in (self.capture, *self._lanes.values()):
+            lane.close(0.0)

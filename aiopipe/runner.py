@@ -96,7 +96,19 @@ class Runner:
             raise WrongLoopError("this scheduler belongs to another event loop: make one scheduler for each loop")
         return loop
 
-    async def submit(self, loaded: Loaded, values: Sequence[Any], state: State | None = None) -> Evaluation:
+    @property
+    def entered(self) -> bool:
+        """Whether it has been bound to a loop."""
+        return self._loop is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no evaluation is under way."""
+        return not self._runs
+
+    async def submit(
+        self, loaded: Loaded, values: Sequence[Any], state: State | None = None, *, observed: bool = True
+    ) -> Evaluation:
         """Submit an evaluation and wait until it has a slot and its inputs are captured."""
         loop = self.enter()
         for backend in loaded.backends:
@@ -105,7 +117,7 @@ class Runner:
         evaluation = Evaluation(self.n_submitted, *of)
         self.n_submitted += 1
         run = self._runs[evaluation.id] = Run(evaluation, loaded, values, state)
-        depends = loaded.depends if self.eval_callback is None else self._to_observe(run)
+        depends = self._to_observe(run) if observed and self.eval_callback is not None else loaded.depends
         self._feed(Submit(evaluation.id, depends, None if state is None else id(state)))
         if not run.captured:
             run.admitted = loop.create_future()
@@ -274,6 +286,14 @@ class Runner:
     def _watch(self, instruction: Watch) -> Stimulus | None:
         run = self._runs[instruction.evaluation]
         run.return_state()
+        try:
+            return self._look(run)
+        except Exception as error:
+            return self._unknowable(run, error)
+
+    def _look(self, run: Run) -> Stimulus | None:
+        if not run.loaded.splits and run.state is not None and run.state.error is not None:  # it never took it
+            return Completed(run.evaluation.id, run.state.refusal())
         markers = run.env.markers
         groups = [(backend, [markers[i] for i in indices]) for backend, indices in run.loaded.sinks]
         if run.loaded.returned and run.captured and not run.dropped:  # a caller's array may not be ready yet
@@ -311,14 +331,26 @@ class Runner:
                 run.state.mark(why)
             self._feed(Completed(run.evaluation.id, why))
 
-        first_failure(run.loaded.splits, run.env.markers, error, self._post, blame)
+        try:
+            first_failure(run.loaded.splits, run.env.markers, error, self._post, blame)
+        except Exception as raised:
+            self._feed(self._unknowable(run, raised))
+
+    @staticmethod
+    def _unknowable(run: Run, error: Exception) -> Stimulus:
+        """A backend raised where it was asked whether it is done: nobody can wait for it any more."""
+        why: BaseException = error
+        if run.loaded.splits:
+            why = failure(run.loaded.plan, run.evaluation.id, run.loaded.splits[-1].index, error)
+        if run.taken and run.state is not None:
+            run.state.mark(why)
+        return Completed(run.evaluation.id, why)
 
     def _earlier(self, run: Run) -> Run | None:
         """The evaluation that was submitted last before `run` on the same state and is still under way."""
-        if run.state is None:
-            return None
-        before = [r for i, r in self._runs.items() if r.state is run.state and i < run.evaluation.id]
-        return before[-1] if before else None
+        state, me = run.state, run.evaluation.id
+        earlier = (r for i, r in reversed(self._runs.items()) if r.state is state and i < me)
+        return None if state is None else next(earlier, None)
 
     def _resolve(self, instruction: Resolve) -> None:
         run = self._runs[instruction.evaluation]

@@ -212,8 +212,9 @@ class State(HasSpecs):
         arrays = self._arrays
         assert arrays is not None, "allocated before it is submitted"
         for position, enter, leave in slots:
-            if enter >= 0:
-                env[enter] = arrays[position]
+            if enter < 0:
+                continue  # read by nobody: it stays here for the case that nothing is launched
+            env[enter] = arrays[position]
             if leave >= 0:
                 arrays[position] = None  # memory that nobody takes over is free when its last reader is done
 
@@ -227,8 +228,10 @@ class State(HasSpecs):
         if arrays is None:
             return False
         for position, enter, leave in slots:
-            if leave >= 0:
-                arrays[position] = env[enter if untouched else leave] if not untouched or enter >= 0 else None
+            if leave >= 0 and not untouched:
+                arrays[position] = env[leave]
+            elif leave >= 0 and enter >= 0:
+                arrays[position] = env[enter]
         self.n_evaluations += not untouched
         return all(array is not None for array in arrays)
 

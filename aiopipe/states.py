@@ -82,7 +82,8 @@ class States:
         loaded = self._plans.get(graph)
         if loaded is None or not self.fits(state, loaded):
             loaded = await self.prepare(state, graph)
-        return jax.tree.leaves(await (await self._runner.submit(loaded, (), state)))
+        # An eval callback sees the user's graphs: what it says of a copy must not mark the state.
+        return jax.tree.leaves(await (await self._runner.submit(loaded, (), state, observed=False)))
 
     async def prepare(self, state: State, graph: Graph) -> Loaded:
         """A plan that reads the state where it is, and its arrays in place.

@@ -304,8 +304,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of each text (default: 32)")
     parser.add_argument("--rounds", type=int, help="default: 4")
     parser.add_argument("--parts", type=lambda text: text.split(","), help=f"default: {','.join(PARTS)}")
-    short = "1 and 16 streams, 2 rounds of 16 tokens, without q4_1 and steps"
-    parser.add_argument("--quick", action="store_true", help=short)
+    parser.add_argument("--quick", action="store_true", help="1 and 16 streams, 2 short rounds, without q4_1 and steps")
     options = parser.parse_args()
     options.parts = options.parts or [part for part in PARTS if part not in ("q4_1", "steps") or not options.quick]
     options.streams = options.streams or ([1, 16] if options.quick else [1, 4, 16])

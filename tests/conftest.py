@@ -25,14 +25,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Before JAX starts, and nowhere else: the number cannot be changed later.
 jax.config.update("jax_num_cpu_devices", 6)
 
-# Examples take as long as the machine lets them.
+# Examples take as long as the machine lets them. AIOPIPE_HYPOTHESIS=thorough tries far more of them, in as long as
+# that takes: `AIOPIPE_HYPOTHESIS=thorough pytest --timeout 0 -k properties`.
 settings.register_profile("aiopipe", deadline=None)
-settings.load_profile("aiopipe")
+settings.register_profile("thorough", deadline=None, max_examples=2000, suppress_health_check=list(HealthCheck))
+settings.load_profile(os.environ.get("AIOPIPE_HYPOTHESIS", "aiopipe"))
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = f"{ROOT / 'aiopipe'}{os.sep}"

@@ -319,3 +319,19 @@ def test_paths_of_the_weights():
     assert shapes["blocks/3/attn/q"] == (64, 64) and shapes["blocks/0/attn/k"] == (32, 64)
     assert shapes["blocks/2/mlp/down"] == (64, 128) and shapes["output"] == shapes["embed"] == (260, 64)
     assert len(shapes) == 39 and all(leaf.dtype == np.float32 for _, leaf in leaves)
+
+
+# quantized weights --------------------------------------------------------------------------------
+
+
+def test_quantized_weights_hold_memory_while_they_are_used() -> None:
+    """A step dequantizes one matrix after the other: what it needs for that is that of the largest, the head's."""
+    config, params = weights.load(quantized=True)
+    held = sum(array.nbytes for array in jax.tree.leaves(params))
+    head = config.n_vocab * config.d_model * 4
+    everything = 4 * (config.n_layers * config.d_model * 3 * config.d_ff)
+    state = jax.eval_shape(lambda: steps.new_state(config, 1, 32))
+    args = np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, bool), stack([Sampling()])
+    compiled = decode.lower(params, state, *args, config=config, n_kv=32).compile()
+    needed = compiled.memory_analysis().temp_size_in_bytes
+    assert needed < 1.1 * head < everything and held + needed < everything

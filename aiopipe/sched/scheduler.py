@@ -95,7 +95,7 @@ class Scheduler:
         self._by_hand = ByHand(self.backends)
         self._forbid_replan = forbid_replan
         self._last_n_splits = 0
-        self._closing = Closing(self._runner, self._plans, self._opened, self._let_go)
+        self._closing = Closing(self._runner, self._plans, self.backends, self._opened, self._let_go)
 
     @property
     def n_copies(self) -> int:

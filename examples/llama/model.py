@@ -166,7 +166,7 @@ def logits(params: Params, hidden: jax.Array) -> jax.Array:
 
 def _linear(w: Matrix, x: jax.Array) -> jax.Array:
     """(out, in) times (in, tokens)."""
-    return _einsum("oi,in->on", weight(w), x)
+    return _einsum("oi,in->on", weight(w, after=x), x)
 
 
 def _norm(scale: jax.Array, x: jax.Array, eps: float) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -75,9 +75,21 @@ class Quantized:
 Matrix = jax.Array | np.ndarray | Quantized
 
 
-def weight(matrix: Matrix) -> jax.Array | np.ndarray:
-    """The matrix as a plain array, (out, in)."""
-    return matrix.dequantize() if isinstance(matrix, Quantized) else matrix
+def weight(matrix: Matrix, after: jax.Array | None = None) -> jax.Array | np.ndarray:
+    """The matrix as a plain array, (out, in).
+
+    Args:
+        matrix: plain or quantized.
+        after: a value that has to be there first: what the matrix is multiplied with. Without it XLA may well
+            dequantize all matrices of a step at once, and hold several times the memory that quantizing spares.
+    """
+    if not isinstance(matrix, Quantized):
+        return matrix
+    if after is not None:
+        # A real dependency, as barriers are gone by the time XLA assigns memory.
+        nothing = (after.reshape(-1)[0] * 0).astype(jnp.float16)
+        matrix = replace(matrix, scales=matrix.scales + nothing)
+    return matrix.dequantize()
 
 
 def rows_of(matrix: Matrix, index: jax.Array) -> jax.Array:
