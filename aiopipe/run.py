@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .completion import Post
@@ -122,11 +122,11 @@ class Run:
         else:
             backend.notify(marker, lambda error: post(event.set, error))
 
-    def when_released(self, then: Callable[[], None]) -> None:
-        """Call `then`, on the loop, when it is gone."""
+    def end(self) -> Event:
+        """Happens when it is gone; made when somebody first asks."""
         if self.released is None:
             self.released = Event(f"end of evaluation {self.evaluation.id}")
-        self.released.add_callback(lambda _: then())
+        return self.released
 
     def release(self) -> None:
         """It is gone: every event that has not happened does now."""

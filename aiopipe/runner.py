@@ -162,20 +162,14 @@ class Runner:
 
     async def synchronize(self) -> None:
         """Wait until everything that was submitted so far has finished on its devices."""
-        ends = []
-        for run in self._runs.values():
-            if run.released is None:
-                run.released = Event(f"end of evaluation {run.evaluation.id}")
-            ends.append(run.released)
+        ends = [run.end() for run in self._runs.values()]
         for end in ends:  # all made before the first wait: a run that ends meanwhile tells its event
             await end.wait()
 
     async def settle(self, state: State) -> None:
         """Wait until no evaluation that uses a state is under way."""
         while busy := [run for run in self._runs.values() if run.state is state]:
-            if busy[-1].released is None:
-                busy[-1].released = Event(f"end of evaluation {busy[-1].evaluation.id}")
-            await busy[-1].released.wait()
+            await busy[-1].end().wait()
 
     async def end_observing(self, timeout_s: float | None = None) -> None:
         """Wait for the tasks of observed evaluations that were cancelled: a callback may take its time to notice."""
@@ -319,7 +313,7 @@ class Runner:
             return
         earlier = self._earlier(run)
         if earlier is not None:  # which may be to blame
-            earlier.when_released(lambda: self._completed(run, error))
+            earlier.end().add_callback(lambda _: self._completed(run, error))
             return
         if run.taken and run.state is not None and run.state.error is not None:
             self._feed(Completed(run.evaluation.id, run.state.refusal()))  # its arrays came from one that failed

@@ -47,7 +47,7 @@ class States:
         total = [0] * len(self._backends)
         for state in self._live:
             if state.is_allocated:
-                for b, nbytes in self._needs(state._homes, state):
+                for b, nbytes in self._needs(state.home_indices, state):
                     total[b] += nbytes
         return total
 
@@ -74,7 +74,7 @@ class States:
         Raises:
             AllocationError: there is no room for them.
         """
-        self._check_room(state, state._homes)
+        self._check_room(state, state.home_indices)
         key = (state.structure, state.home_indices)
         graph = self._copiers.get(key)
         if graph is None:
@@ -104,33 +104,31 @@ class States:
             loaded = self._plans.get(graph) or await self._plans.load(graph)
             while not state.is_allocated:  # again where it was reset or restored meanwhile
                 state.check_usable()
-                await self._allocate(state, graph.state, [self._backends[b] for b in loaded.plan.state_homes])
-                state.home_indices = loaded.plan.state_homes
-                self._live.add(state)
+                await self._allocate(state, graph.state, loaded.plan.state_homes)
         return loaded
 
     def _known_homes(self, state: State) -> Sequence[int]:
         """For each array the backend that it is on, or -1 where the plan decides."""
-        if state._homes:
-            return [self._backends.index(backend) for backend in state._homes]
+        if state.home_indices:
+            return state.home_indices
         return [
             next((i for i, backend in enumerate(self._backends) if value is not None and backend.holds(value)), -1)
             for value in state._source
         ]
 
-    async def _allocate(self, state: State, tensors: Sequence[Tensor], homes: Sequence[Backend]) -> None:
+    async def _allocate(self, state: State, tensors: Sequence[Tensor], homes: tuple[int, ...]) -> None:
         self._check_room(state, homes)
-        source = state._source
+        source, backends = state._source, tuple(self._backends[b] for b in homes)
 
         def upload() -> list[Any]:
-            return [_upload(*each) for each in zip(source, tensors, homes, strict=True)]
+            return [_upload(*each) for each in zip(source, tensors, backends, strict=True)]
 
         arrays = await in_thread(upload, "upload")
         if state._source is source and not state._gone:  # nobody has put other values in its place meanwhile
-            state._homes = tuple(homes)
-            state._arrays = arrays
+            state.home_indices, state._homes, state._arrays = homes, backends, arrays
+            self._live.add(state)
 
-    def _check_room(self, state: State, homes: Sequence[Backend]) -> None:
+    def _check_room(self, state: State, homes: Sequence[int]) -> None:
         """Raise `AllocationError` where there is no room for another set of the state's arrays."""
         sizes, n_copies = self._plans.sizes(), self._runner.state.n_copies
         for b, nbytes in self._needs(homes, state):
@@ -146,10 +144,10 @@ class States:
                 )
             backend.check_room(nbytes)
 
-    def _needs(self, homes: Sequence[Backend], state: State) -> list[tuple[int, int]]:
+    @staticmethod
+    def _needs(homes: Sequence[int], state: State) -> list[tuple[int, int]]:
         needs: dict[int, int] = {}
-        for backend, nbytes in zip(homes, state.sizes, strict=True):
-            b = self._backends.index(backend)
+        for b, nbytes in zip(homes, state.sizes, strict=True):
             needs[b] = needs.get(b, 0) + nbytes
         return list(needs.items())
 

@@ -187,9 +187,8 @@ class _Emitter:
         taken: set[int] = set()
         for i in range(n_outputs, len(outs)):
             leaf = first_state + i - n_outputs
-            if outs[i] != leaf and (type(outs[i]) is not int or outs[i] < self.n_leaves or outs[i] in taken):
-                self.copy(jaxpr, outs, i)
-            elif outs[i] in self.consts:
+            made_for_it = type(outs[i]) is int and outs[i] >= self.n_leaves and outs[i] not in self.consts
+            if outs[i] != leaf and (not made_for_it or outs[i] in taken):
                 self.copy(jaxpr, outs, i)
             taken.add(outs[i])
         for i in range(n_outputs):

@@ -38,7 +38,7 @@ from _common import Check, finish, progress, start_jax
 from _worker import PeerError, Worker
 from llama import steps, weights
 from llama.generator import Generator
-from llama.sampling import Sampling, stack
+from llama.sampling import Sampling, single, stack
 from llama.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -242,7 +242,7 @@ def bare_steps(loaded: Any, repetitions: int, batches: Sequence[int]) -> dict[st
             args: tuple[Any, ...] = (numbers, numbers, np.ones(rows, bool), stack([Sampling()] * rows))
             step: Any = partial(steps.decode, config=config, n_kv=128)
         else:
-            one = {name: values[0] for name, values in stack([Sampling()]).items()}
+            one = single(Sampling())
             args = (np.full(64, 60, np.int32), *np.int32([0, 0, 64]), one)
             step = partial(steps.prefill, config=config, n_kv=128)
         compiled = jax.jit(step, donate_argnums=1).lower(params, state, *args).compile()

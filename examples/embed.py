@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arguments import check_devices, n_cpus, names, positive, ratios
-from minilm.interrupt import EXIT_CODE, CtrlC
+from command import run
 
 if TYPE_CHECKING:
     import numpy as np
@@ -158,35 +158,13 @@ async def search(options: Options) -> Report:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code: 2 for wrong usage, as argparse has it."""
     options = parse(argv)
-    ctrl_c = CtrlC()
-    ctrl_c.install()
 
-    async def cancellable() -> Report:
-        with ctrl_c.cancels_this_task():
-            return await search(options)
-
-    try:
-        report = asyncio.run(cancellable())
+    def show(report: Report) -> None:
         print(report)
         if options.json:
             print(json.dumps(report.to_json()))
-        return 0
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        ctrl_c.say()
-        return EXIT_CODE
-    except ModuleNotFoundError as error:
-        print(f"error: {error}; install what the examples need with: pip install 'aiopipe[examples]'", file=sys.stderr)
-    except FileNotFoundError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except Exception as error:
-        from aiopipe import AiopipeError, PlacementError
 
-        if not isinstance(error, AiopipeError):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        if isinstance(error, PlacementError):  # devices or a split that make no sense here: wrong usage
-            return 2
-    return 1
+    return run(lambda: search(options), show, expected=(FileNotFoundError,))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arguments import check_devices, n_cpus, names, positive, ratios
-from minilm.interrupt import EXIT_CODE, CtrlC
+from command import run
 
 if TYPE_CHECKING:
     from llama.generator import Generator, Stream
@@ -265,38 +264,13 @@ def progress(done: int, total: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code: 2 for wrong usage, as argparse has it."""
     options = parse(argv)
-    ctrl_c = CtrlC()
-    ctrl_c.install()
 
-    async def cancellable() -> dict[str, Any]:
-        with ctrl_c.cancels_this_task():
-            return await generate(options)
-
-    try:
-        found = asyncio.run(cancellable())
+    def show_all(found: dict[str, Any]) -> None:
         show(found)
         if options.json:
             print(json.dumps(found))
-        return 0
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        ctrl_c.say()
-        return EXIT_CODE
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read it has left, and Python flushes once more
-        return 1
-    except ModuleNotFoundError as error:
-        print(f"error: {error}; install what the examples need with: pip install 'aiopipe[examples]'", file=sys.stderr)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-    except Exception as error:
-        from aiopipe import AiopipeError, PlacementError
 
-        if not isinstance(error, AiopipeError):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        if isinstance(error, PlacementError):  # devices or a split that make no sense here: wrong usage
-            return 2
-    return 1
+    return run(lambda: generate(options), show_all, expected=(OSError, ValueError))
 
 
 if __name__ == "__main__":

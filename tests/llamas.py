@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from llama import model, steps, weights
-from llama.sampling import Sampling, stack
+from llama.sampling import Sampling, single, stack
 
 DATA = Path(__file__).parent / "data"
 TINY = DATA / "tiny.gguf"
@@ -52,10 +52,6 @@ def reference(name: str) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-def one(sampling: Sampling) -> dict[str, np.ndarray]:
-    return {name: values[0] for name, values in stack([sampling]).items()}
-
-
 def write(
     loaded: tuple[model.Config, model.Params],
     prompt: Sequence[int],
@@ -82,7 +78,7 @@ def write(
         part = list(prompt[start : start + chunk])
         padded = np.asarray(part + [pad] * (chunk - len(part)), np.int32)
         args = padded, np.int32(row), np.int32(start), np.int32(len(part))
-        token, state = prefill(params, state, *args, one(sampling), config=config, n_kv=n_kv)
+        token, state = prefill(params, state, *args, single(sampling), config=config, n_kv=n_kv)
     found = [int(token)]
     beside = dict(others or {})
     tokens, positions = np.zeros(rows, np.int32), np.zeros(rows, np.int32)

@@ -16,7 +16,7 @@ import pytest
 from llama import model, steps, weights
 from llama.generator import Generator, Stream
 from llama.model import Config
-from llama.sampling import Sampling
+from llama.sampling import Sampling, single, stack
 
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster
@@ -186,8 +186,9 @@ async def test_whatever_joins_leaves_and_is_cancelled_beside_it(small: Any) -> N
         gc.collect()
         last = gen.submit(given[0], max_tokens=2)
         await ids_of(last)
-        await asyncio.sleep(0.05)
-        assert all(row is None for group in gen._groups for row in group._rows)
+        async with asyncio.timeout(30):
+            while not all(row is None for group in gen._groups for row in group._rows):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
 
 
 async def test_a_slow_reader_keeps_nobody_waiting(small: Any) -> None:
@@ -244,21 +245,15 @@ async def test_longer_texts_move_on_to_larger_steps(small: Any) -> None:
     state = steps.new_state(config, 1, 256)
     token, state = steps.prefill(
         params, state, np.pad(np.array(prompt, np.int32), (0, 8)), np.int32(0), np.int32(0), np.int32(120),
-        {k: v[0] for k, v in sampling_arrays().items()}, config, 256,
+        single(Sampling()), config, 256,
     )  # fmt: skip
     want = [int(token)]
     decode = jax.jit(steps.decode, static_argnames=("config", "n_kv"))
     for i in range(39):
         args = np.array([want[-1]], np.int32), np.array([120 + i], np.int32), np.array([True])
-        tokens, state = decode(params, state, *args, sampling_arrays(), config=config, n_kv=256)
+        tokens, state = decode(params, state, *args, stack([Sampling()]), config=config, n_kv=256)
         want.append(int(tokens[0]))
     assert long == want
-
-
-def sampling_arrays() -> dict[str, np.ndarray]:
-    from llama.sampling import stack
-
-    return stack([Sampling()])
 
 
 async def test_nothing_is_compiled_or_kept_after_the_warm_up(small: Any) -> None:
@@ -318,6 +313,13 @@ async def test_closing_ends_every_text(small: Any) -> None:
     for task in running:
         with pytest.raises(ap.BackendClosedError, match="closed before this text was complete"):
             await task
+
+
+async def test_closing_ends_a_text_that_has_not_begun(small: Any) -> None:
+    async with Generator(*small, devices=devices(1), rows=1, groups=1, n_ctx=64, chunk=8) as gen:
+        stream = gen.submit([1, 2])  # closed before its group had a turn
+    with pytest.raises(ap.BackendClosedError, match="closed before this text was complete"):
+        await ids_of(stream)
 
 
 # Simulated devices ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from llama import model, steps, weights
-from llama.sampling import Sampling, stack
+from llama.sampling import Sampling, single, stack
 
 import llamas
 from llamas import (
@@ -18,7 +18,6 @@ from llamas import (
     decode_logits,
     decode_rows,
     decode_rows_logits,
-    one,
     prefill,
     prefill_logits,
     write,
@@ -213,10 +212,10 @@ def test_a_chunk_that_another_follows_needs_no_token(reference):
     tokens, greedy = reference["tokens"], reference["greedy"]
     state = steps.new_state(config, 1, 64)
     token, state = prefill(
-        params, state, tokens[:22], *np.int32([0, 0, 22]), one(Sampling()), config=config, n_kv=64, last=False
+        params, state, tokens[:22], *np.int32([0, 0, 22]), single(Sampling()), config=config, n_kv=64, last=False
     )
     assert token == -1
-    token, _ = prefill(params, state, tokens[22:], *np.int32([0, 22, 22]), one(Sampling()), config=config, n_kv=64)
+    token, _ = prefill(params, state, tokens[22:], *np.int32([0, 22, 22]), single(Sampling()), config=config, n_kv=64)
     assert token == greedy[0]
 
 
@@ -226,7 +225,7 @@ def filled() -> steps.State:
     state = steps.new_state(config, 4, 96)
     for row in range(4):
         tokens = np.random.default_rng(row).integers(0, 260, 70).astype(np.int32)
-        args = tokens, *np.int32([row, 0, 70]), one(Sampling())
+        args = tokens, *np.int32([row, 0, 70]), single(Sampling())
         _, state = prefill(params, state, *args, config=config, n_kv=96)
     return state
 
@@ -287,7 +286,7 @@ def test_the_cache_is_written_in_place_and_its_length_costs_nothing(step):
     elif step == "decode_rows":
         args = *np.zeros((3, 2), np.int32), stack([Sampling()] * 2)
     else:
-        args = np.zeros(8, np.int32), *np.int32([0, 0, 8]), one(Sampling())
+        args = np.zeros(8, np.int32), *np.int32([0, 0, 8]), single(Sampling())
     used = []
     for n_ctx in (128, 4096):
         state = steps.new_state(config, 4, n_ctx)

@@ -8,7 +8,6 @@ A run goes over all batches; its result are all embeddings, in the order of the 
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import jax
 from _common import start_jax, windowed
+from _pipe import PipePeer
 from _protocol import Peer, Work, serve
 from minilm import model
 
@@ -51,21 +51,13 @@ class WindowedJit(Peer):
         return passes * len(self.work.batches), found
 
 
-class Aiopipe(Peer):
-    def __init__(self) -> None:
-        self.runner = asyncio.Runner()
-        self.pipe: ap.Pipeline[Any, Any] | None = None
-
+class Aiopipe(PipePeer):
     def setup(self, work: Work) -> dict[str, str]:
         self.work = work
         specs = ["cpu:0", "cpu:1"]
         start_jax(specs)
-        self.runner.run(self.open(*load(work), specs))
+        self.runner.run(self.enter(*load(work), devices=specs, n_copies=work.window))
         return {"aiopipe": ap.__version__, "jax": jax.__version__}
-
-    async def open(self, embed: Embed, params: model.Params, specs: list[str]) -> None:
-        self.pipe = ap.Pipeline(embed, params, devices=specs, n_copies=self.work.window)
-        await self.pipe.__aenter__()
 
     async def stream(self, passes: int) -> list[Any]:
         assert self.pipe is not None
@@ -77,11 +69,6 @@ class Aiopipe(Peer):
     def run(self, evaluations: int) -> tuple[int, Any]:
         passes = max(1, round(evaluations / len(self.work.batches)))
         return passes * len(self.work.batches), self.runner.run(self.stream(passes))
-
-    def stop(self) -> None:
-        if self.pipe is not None:
-            self.runner.run(self.pipe.aclose())
-        self.runner.close()
 
 
 PEERS = {"jit-window": WindowedJit, "aiopipe": Aiopipe}

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from _common import hand_written, make_model, start_jax, windowed
+from _pipe import PipePeer
 from _protocol import Peer, Work, serve
 
 import aiopipe as ap
@@ -64,12 +64,8 @@ class BlockingJit(WindowedJit):
             yield self.chain(x).block_until_ready()
 
 
-class Aiopipe(Peer):
+class Aiopipe(PipePeer):
     """Equal stages, one on each device."""
-
-    def __init__(self) -> None:
-        self.runner = asyncio.Runner()
-        self.pipe: ap.Pipeline[Any, Any] | None = None
 
     def setup(self, work: Work) -> dict[str, str]:
         self.work = work
@@ -81,9 +77,8 @@ class Aiopipe(Peer):
 
     async def open(self, model: Callable[..., Any], specs: list[str]) -> None:
         split = [1] * len(specs)
-        self.pipe = ap.Pipeline(model, self.work.weights, devices=specs, n_copies=self.work.window, split=split)
-        await self.pipe.__aenter__()
-        plan = await self.pipe.plan(self.work.x)
+        pipe = await self.enter(model, self.work.weights, devices=specs, n_copies=self.work.window, split=split)
+        plan = await pipe.plan(self.work.x)
         if plan.n_splits != len(specs):
             raise RuntimeError(f"{plan.n_splits} splits for {len(specs)} stages:\n{plan}")
 
@@ -96,11 +91,6 @@ class Aiopipe(Peer):
 
     def run(self, evaluations: int) -> tuple[int, Any]:
         return evaluations, self.runner.run(self.stream(evaluations))
-
-    def stop(self) -> None:
-        if self.pipe is not None:
-            self.runner.run(self.pipe.aclose())
-        self.runner.close()
 
 
 PEERS = {"loop": Loop, "jit": BlockingJit, "jit-window": WindowedJit, "aiopipe": Aiopipe}

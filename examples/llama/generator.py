@@ -255,7 +255,7 @@ class Generator:
         finally:
             error = ap.BackendClosedError("the generator was closed before this text was complete")
             for group in self._groups:
-                group.fail(error)
+                group.close(error)
             for request in self._waiting:
                 request.end("error", error)
             self._waiting.clear()

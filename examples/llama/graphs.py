@@ -16,7 +16,7 @@ from aiopipe.sched.partition import partition
 
 from . import steps
 from .model import Config, Params
-from .sampling import Sampling, stack
+from .sampling import Sampling, single, stack
 
 __all__ = ["Graphs", "Kind", "Split", "buckets"]
 
@@ -132,12 +132,11 @@ class Graphs:
         static = {"config": self.config, "n_kv": n_kv}
         number = np.zeros((), np.int32)
         if kind in ("prefill", "chunk"):
-            one = {name: values[0] for name, values in stack([Sampling()]).items()}
-            inputs: tuple[Any, ...] = (np.zeros(self.chunk, np.int32), number, number, number, one)
+            inputs: tuple[Any, ...] = (np.zeros(self.chunk, np.int32), number, number, number, single(Sampling()))
             return partial(steps.prefill, **static, last=kind == "prefill"), inputs
         if kind == "decode_one":
-            single = np.zeros(1, np.int32)
-            return partial(steps.decode_rows, **static), (single, single, single, stack([Sampling()]))
+            row = np.zeros(1, np.int32)
+            return partial(steps.decode_rows, **static), (row, row, row, stack([Sampling()]))
         all_rows = np.zeros(self.rows, np.int32)
         active = np.zeros(self.rows, np.bool_)
         return partial(steps.decode, **static), (all_rows, all_rows, active, stack([Sampling()] * self.rows))

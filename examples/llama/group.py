@@ -13,7 +13,7 @@ import numpy as np
 import aiopipe as ap
 
 from .graphs import Graphs, Kind
-from .sampling import Sampling, stack
+from .sampling import Sampling, single, stack
 
 __all__ = ["Group", "Request"]
 
@@ -131,8 +131,14 @@ class Group:
                 self.fail(next((e for e in failed if e is not None), error))
                 await self.state.reset()
 
+    def close(self, error: BaseException) -> None:
+        """End every text of this group, also those that have not begun."""
+        self.fail(error)
+        while self._given:
+            self._given.popleft().end("error", error)
+
     def fail(self, error: BaseException) -> None:
-        """End every text of this group."""
+        """End every text that is being written."""
         for i, row in enumerate(self._rows):
             if row is not None:
                 row.request.end("error", error)
@@ -206,10 +212,9 @@ class Group:
         row.n_read += len(part)
         self.n_prompt_tokens += len(part)
         graph = await self._graph("chunk" if row.reads_prompt else "prefill", row.n_read)
-        one = {name: values[0] for name, values in stack([row.request.sampling]).items()}
         where = [np.array(n, np.int32) for n in (i, start, len(part))]
         submit = self._graphs.scheduler.graph_compute_async
-        evaluation = await submit(graph, tokens, *where, one, state=self.state)
+        evaluation = await submit(graph, tokens, *where, single(row.request.sampling), state=self.state)
         if row.reads_prompt:
             self._chunks.append(evaluation)
         return evaluation

