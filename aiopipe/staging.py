@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from .backend import Backend
-from .errors import TensorError
+from .errors import AllocationError, TensorError
+from .graph import Tensor
 from .sched.plan import Plan
 
 __all__ = ["Slots", "Staging"]
@@ -86,13 +87,14 @@ class Staging:
 
         Raises:
             TensorError: a value cannot be read.
+            AllocationError: there is no room for it.
         """
         self._slots.take(copy_id, self)
         staging = self.buffers.get(copy_id)
         inputs = self.plan.graph.inputs
         if staging is None:
             staging = self.buffers[copy_id] = [
-                None if slot in self.returned else backend.host_buffer(inputs[position])
+                None if slot in self.returned else _buffer(backend, inputs[position])
                 for slot, (position, backend) in enumerate(zip(self.plan.used_inputs, self._host_backends, strict=True))
             ]
         for slot, position in enumerate(self.plan.used_inputs):
@@ -104,14 +106,22 @@ class Staging:
             tensor, buffer = inputs[position], staging[slot]
             try:
                 if slot in self.returned:  # the caller will hold it: it cannot be the slot's
-                    slots[slot] = backend.upload(value, tensor)
+                    with backend.asking_for(tensor):
+                        slots[slot] = backend.upload(value, tensor)
                 else:
                     np.copyto(buffer, value, casting="same_kind")
                     slots[slot] = buffer
+            except AllocationError:
+                raise
             except Exception as error:  # whatever the library that made the value raises
                 # Without the frames, which would keep the caller's arrays alive.
                 cause = error.with_traceback(None)
                 raise TensorError(f"input {tensor.describe()} cannot be read: {error}") from cause
+
+
+def _buffer(backend: Backend, tensor: Tensor) -> Any:
+    with backend.asking_for(tensor):
+        return backend.host_buffer(tensor)
 
 
 def _first_readers(plan: Plan, backends: Sequence[Backend]) -> list[Backend]:
