@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ class Tokenizer:
             "bos_token": "" if self._bos is None else tokens[self._bos],
             "eos_token": "" if eos is None else tokens[eos],
         }
-        model = self._field("model")
+        model = self._text("model")
         if model == "gpt2":
             self._pieces = _bpe_pieces(tokens, kinds)
             special = [tokens[i] for i, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)]
@@ -153,16 +154,22 @@ class Tokenizer:
         given = {"messages": [dict(m) for m in messages], "add_generation_prompt": answer, **self._names}
         try:
             return environment.from_string(template).render(given)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except Exception as error:  # a template is a program
             raise ValueError(f"{self._path}: its chat template does not accept these messages: {error}") from error
 
     def _field(self, name: str) -> Any:
         return self._fields.get(f"tokenizer.ggml.{name}")
 
+    def _text(self, name: str, default: str = "") -> str:
+        value = self._field(name)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{self._path}: tokenizer.ggml.{name} is {reprlib.repr(value)}, but must be a text")
+        return value or default
+
     def _id(self, name: str) -> int | None:
         value = self._field(name)
         if value is not None and not (isinstance(value, int) and 0 <= value < self.n_vocab):
-            raise ValueError(f"{self._path}: {name} is {value!r}, but there are {self.n_vocab} tokens")
+            raise ValueError(f"{self._path}: {name} is {reprlib.repr(value)}, but there are {self.n_vocab} tokens")
         return value
 
     def _encode(self, text: str, special: bool) -> list[int]:
@@ -179,7 +186,7 @@ class Tokenizer:
             raise ValueError(f"{self._path}: tokenizer.ggml.merges must hold pairs of tokens")
         bytes_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         before = {"gpt-2": [], "default": [], "smollm": [pre_tokenizers.Digits(individual_digits=True)]}
-        if (name := self._field("pre") or "default") not in before:
+        if (name := self._text("pre", "default")) not in before:
             raise ValueError(f"{self._path}: its text is split in the way {name!r}; only {sorted(before)} are known")
         try:
             encoder = Tokenizer(models.BPE(self._ids, [tuple(merge.split(" ")) for merge in merges]))
