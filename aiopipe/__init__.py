@@ -37,6 +37,7 @@ from .sched.plan import Plan
 from .sched.scheduler import Scheduler
 from .state import Snapshot, State
 from .statistics import Statistics
+from .sync import run_sync
 from .tensor_moves import Reading, tensor_copy_async
 from .trace import trace
 
@@ -90,6 +91,7 @@ __all__ = [
     "place",
     "register_backend",
     "registered_backends",
+    "run_sync",
     "tensor_copy_async",
     "tensor_view",
     "trace",

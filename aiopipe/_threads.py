@@ -16,7 +16,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from ._loops import running_loop
 
 __all__ = ["close_at_exit", "closing_s", "in_thread"]
 
@@ -42,15 +44,20 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
         call: may block.
         name: of the thread, after ``aiopipe-``.
     """
-    loop = asyncio.get_running_loop()
+    loop = running_loop()
     done: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
+    # The thread may be slow to end. By the time the result is known, it leads neither to that nor to the call.
+    todo, waiting = [call], [done]
+    del call
 
-    def settle(result: T | None, error: BaseException | None) -> None:
+    def settle(outcome: list[Any]) -> None:
+        done, (result, error) = waiting.pop(), outcome
+        outcome.clear()
         if done.done():  # cancelled
             return
         if error is None:
-            done.set_result(result)  # type: ignore[arg-type]  # a T where there is no error
+            done.set_result(result)
         elif isinstance(error, StopIteration):  # no future takes one
             failure = RuntimeError(f"{name} raised StopIteration")
             failure.__cause__ = error
@@ -59,14 +66,13 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
             done.set_exception(error)
 
     def work() -> None:
-        result: T | None = None
-        failure: BaseException | None = None
+        outcome: list[Any] = []
         try:
-            result = context.run(call)
+            outcome += (context.run(todo.pop()), None)
         except BaseException as error:
-            failure = error
+            outcome += (None, error)
         try:
-            loop.call_soon_threadsafe(settle, result, failure)
+            loop.call_soon_threadsafe(settle, outcome)
         except RuntimeError:
             if not loop.is_closed():  # a closed loop has nobody left to tell
                 raise

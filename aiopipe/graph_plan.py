@@ -235,7 +235,7 @@ def compute(
         else:
             evaluation._settle(error=_failure(plan, number, error))
 
-    evaluation = Evaluation(number, graph.name, asyncio.get_running_loop(), cancel, lambda _: [event], 1)
+    evaluation = Evaluation(number, graph.name, running_loop(), cancel, lambda _: [event], 1)
     this = weakref.ref(evaluation)  # else it would refer to itself, and keep its result until the next collection
     evaluation.copy_id = 0
     event.add_callback(settle)
@@ -250,7 +250,7 @@ def _failure(plan: GraphPlan, number: int, cause: BaseException) -> EvaluationEr
         f"{first or 'no node'} at {source or 'an unknown line'}: {cause}",
         split=0,
         backend=plan.backend.name,
-        node=first,
+        node=name,
         source=source,
     )
     error.__cause__ = cause.with_traceback(None)

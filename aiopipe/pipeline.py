@@ -171,11 +171,17 @@ class Pipeline:
             cancel: do not wait for results, only for the devices to be done.
             timeout_s: as for `Scheduler.aclose`.
         """
-        scheduler, self._scheduler = self._scheduler, None
+        scheduler = self._scheduler
+
+        Raises:
+            WrongLoopError: as `Scheduler.aclose` does.
         if scheduler is None:
             return
         for task in list(self._tracing.values()):
-            task.cancel()
+            if not task.get_loop().is_closed():
+                task.cancel()
+        check_own(scheduler.loop, "this pipeline")
+        self._scheduler = None
         try:
             await scheduler.aclose(cancel=cancel, timeout_s=timeout_s)
         finally:
@@ -184,6 +190,7 @@ class Pipeline:
     async def __aenter__(self) -> Pipeline:
         if self._opened:
             raise BackendClosedError("this pipeline was opened already: make a new one")
+        running_loop()  # nothing is opened where it could not be used
         self._opened = True
         self._scheduler = Scheduler(
             self._devices,
@@ -203,6 +210,7 @@ class Pipeline:
         scheduler = self.scheduler
         task = self._tracing.get(key)
         if task is None:
+        scheduler.enter()
             work = self._trace(scheduler, inputs, state, key)
             task = asyncio.get_running_loop().create_task(work, name="aiopipe trace")
             self._tracing[key] = task

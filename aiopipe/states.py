@@ -95,6 +95,7 @@ class States:
         """
         if state._owner is not None and state._owned_by() is not self:
             raise StateError(f"{state!r} belongs to another scheduler: make one of its values, State(snapshot.value)")
+        self._runner.enter()
         state._owner = weakref.ref(self)
         if self._lock is None:
             self._lock = asyncio.Lock()

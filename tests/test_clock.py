@@ -9,6 +9,7 @@ import pytest
 
 from aiopipe.devices.clock import VirtualClock
 from aiopipe.errors import WrongLoopError
+from loops import KINDS, run
 
 watchdog = pytest.mark.timeout(60)
 
@@ -42,10 +43,10 @@ async def test_clock_advances_only_when_the_loop_is_idle() -> None:
     assert seen == [0.0, 1.0]
 
 
-def test_clock_advances_on_a_loop_that_hides_its_queue() -> None:
-    uvloop = pytest.importorskip("uvloop")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(test_clock_advances_only_when_the_loop_is_idle())
+@pytest.mark.parametrize("kind", KINDS)
+def test_clock_advances_on_loops_of_every_kind(kind: str) -> None:
+    """Also on one that hides its queue, as uvloop does."""
+    run(kind, test_clock_advances_only_when_the_loop_is_idle())
 
 
 @watchdog

@@ -18,7 +18,9 @@ FOLDER = Path(__file__).resolve().parent.parent / PACKAGE
 
 # Lowest first. A file imports only from rows above its own. A package's own `__init__` goes by the package's name.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "devices", "sched", "_threads", "_jax_settings"),
+    ("errors", "devices", "sched", "_jax_settings"),
+    ("_loops",),
+    ("_threads", "sync"),
     ("graph", "events", "comparison", "handle", "lanes"),
     ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types"),
     ("_arguments", "buffer", "graph_plan", "_jax"),
@@ -42,6 +44,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runner", "by_hand"),
     ("plans",),
     ("states", "closing"),
+    ("ready",),
     ("sched.scheduler",),
     ("placement", "timeline"),
     ("pipeline", "compare"),
@@ -60,7 +63,7 @@ TRACING = frozenset(
 )
 PURE = TRACING | {"errors", "graph", "graph_builder", "devices.base"}
 SCHEDULING = tuple(
-    "sched by_hand closing completion lane_pool loader observe plans run runner staging states statistics "
+    "sched by_hand closing completion lane_pool loader observe plans ready run runner staging states statistics "
     "streaming".split()
 )
 IMPURE_SCHED = frozenset({"sched.scheduler"})

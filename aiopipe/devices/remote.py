@@ -225,14 +225,8 @@ class RemoteBackend(Backend):
                 newest = tuple(self.newest.values())
                 await in_thread(lambda: self._wait(newest), "synchronize")
 
-    async def aclose(self) -> None:
-        """Finish what is running, for half a minute at most, then end the actor's process. Idempotent."""
-        try:
-            await super().aclose()
-        finally:
-            await in_thread(self._end, "close")
-
-    def _end(self) -> None:
+    def end_threads(self) -> None:
+        """Wait for what is running, for half a minute at most, then end the actor's process."""
         self.link.wait_idle(CLOSE_S)
         self.link.close()
         self._completion.close()

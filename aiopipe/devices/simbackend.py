@@ -84,6 +84,7 @@ class SimBackend(Backend):
     """A simulated device's queue, as a backend. `Cluster` makes them; nothing that they do blocks."""
 
     device: SimDevice
+    has_threads = False
 
     def __init__(self, cluster: World, unit: Unit, *, dispatch: Dispatch = "auto") -> None:
         super().__init__(unit.device.name, unit.device, dispatch=dispatch)

@@ -291,11 +291,8 @@ class XlaBackend(Backend):
                 self.notify(tuple(self.newest.values()), lambda _: done.set())
                 await in_thread(done.wait, "synchronize")
 
-    async def aclose(self) -> None:
-        try:
-            await super().aclose()
-        finally:
-            await in_thread(self._completion.close, "close")
+    def end_threads(self) -> None:
+        self._completion.close()
 
 
 def _can_block(program: Program, compiled: _jax.Compiled, kind: DeviceType) -> bool:
