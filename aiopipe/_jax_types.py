@@ -130,9 +130,10 @@ def spec_of(value: Any, name: str = "value") -> jax.ShapeDtypeStruct:
 
     Raises:
         TensorError: nothing that JAX computes with.
-        TraceError: a tracer or a mutable reference.
+        TraceError: a tracer or a mutable reference; or an array of 64 bits on a device, where those are off.
     """
     if isinstance(value, Tensor):
+        _check_wide(value.dtype, name)
         return aval_of(value)
     if isinstance(value, jax.ShapeDtypeStruct):
         return value
@@ -146,12 +147,23 @@ def spec_of(value: Any, name: str = "value") -> jax.ShapeDtypeStruct:
         raise TraceError(f"{name!r} is a mutable reference, expected an array: give its value, ref[...]")
     has_type = isinstance(value, (jax.Array, np.ndarray, np.generic, Handle))
     if has_type and getattr(value.dtype, "kind", "V") not in "OSUMm":
+        if isinstance(value, (jax.Array, Handle)):
+            _check_wide(dtype_name(value.dtype), name)
         weak = bool(getattr(value, "weak_type", False))
         return _struct(value.shape, dtype_of(canonical_dtype(value)), weak=weak)
     raise TensorError(
         f"{name!r} is a {type(value).__name__}, expected an array, a scalar, a jax.ShapeDtypeStruct or a Tensor: "
         "close over what is no array, or part the two (equinox.partition, flax.nnx.split)"
     )
+
+
+def _check_wide(dtype: str, name: str) -> None:
+    """Refuse an array on a device that has 64 bits where those are off: NumPy arrays are narrowed, but not these."""
+    if not dtype.startswith("key<") and canonical_dtype(dtype_of(dtype)) != dtype:
+        raise TraceError(
+            f"{name!r} is {dtype} on its device, but 64 bit types are off here: do this under jax.enable_x64(True), as "
+            "when it was put there, or put it there again without"
+        )
 
 
 def type_key(value: Any) -> Hashable:

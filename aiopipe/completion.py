@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .backend import Backend
+from .devices.base import NodeFailure
 from .errors import BackendLostError, EvaluationError
 from .sched.launch import BoundSplit, LaunchError
 from .sched.plan import Plan
@@ -110,7 +111,8 @@ def blamed(splits: Sequence[BoundSplit], markers: Sequence[Any], error: LaunchEr
 
 def failure(plan: Plan, evaluation: int, split: int, cause: BaseException) -> EvaluationError | BackendLostError:
     """The error that the caller of an evaluation gets: where its backend is gone, that one says so itself."""
-    node = plan.graph.nodes[plan.splits[split].nodes[0]]
+    known = cause.position if isinstance(cause, NodeFailure) else None
+    node = plan.graph.nodes[plan.splits[split].nodes[known or 0]]
     backend = plan.devices[plan.splits[split].backend].name
     if isinstance(cause, BackendLostError):
         lost = BackendLostError(f"evaluation {evaluation} of {plan.graph.name!r} is lost: {cause}")
@@ -118,7 +120,7 @@ def failure(plan: Plan, evaluation: int, split: int, cause: BaseException) -> Ev
         return lost
     error = EvaluationError(
         f"evaluation {evaluation} of {plan.graph.name!r} failed in split {split} on {backend!r}, "
-        f"which begins with {node.op!r} at {node.source or 'an unknown line'}: {cause}",
+        f"{'which begins with' if known is None else 'in'} {node.op!r} at {node.source or 'an unknown line'}: {cause}",
         split=split,
         backend=backend,
         node=node.name,

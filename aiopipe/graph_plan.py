@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .devices.base import Device, Program
+from ._loops import running_loop
+from .devices.base import Device, NodeFailure, Program
 from .errors import AiopipeError, EvaluationError, PlacementError, StateError, TensorError
 from .evaluation import Evaluation
 from .events import Event
@@ -244,10 +245,12 @@ def compute(
 
 def _failure(plan: GraphPlan, number: int, cause: BaseException) -> EvaluationError:
     nodes = plan.graph.nodes
-    first, source = (nodes[0].name, nodes[0].source) if nodes else ("", "")
+    known = cause.position if isinstance(cause, NodeFailure) else None
+    name, source = (nodes[known or 0].name, nodes[known or 0].source) if nodes else ("", "")
     error = EvaluationError(
-        f"evaluation {number} of {plan.graph.name!r} failed on {plan.backend.name!r}, in the graph that begins with "
-        f"{first or 'no node'} at {source or 'an unknown line'}: {cause}",
+        f"evaluation {number} of {plan.graph.name!r} failed on {plan.backend.name!r}, in "
+        f"{'the graph that begins with ' if known is None else ''}{name or 'no node'} at "
+        f"{source or 'an unknown line'}: {cause}",
         split=0,
         backend=plan.backend.name,
         node=name,

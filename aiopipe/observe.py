@@ -21,7 +21,7 @@ import numpy as np
 
 from .backend import Backend, Buffer, Executable, InlineLane, Lane
 from .completion import Post, failure, first_failure
-from .devices.base import BufferUsage, Program
+from .devices.base import BufferUsage, NodeFailure, Program
 from .errors import AiopipeError, EvaluationAborted, EvaluationError
 from .graph import Node, Tensor
 from .lane_pool import LanePool
@@ -264,7 +264,12 @@ class Observation:
             began = bound.backend.now()
             if not begin:
                 values.update(zip(split.inputs, _enter(bound, self._env.slots), strict=True))
-            results = piece.executable.call(*[values[t] for t in piece.inputs])
+            try:
+                results = piece.executable.call(*[values[t] for t in piece.inputs])
+            except NodeFailure as failure:
+                if failure.position is not None:
+                    failure.position += begin
+                raise
             values.update(zip(piece.outputs, results, strict=False))  # a token has no tensor
             marker = results[piece.marker]
             bound.backend.launched(marker)

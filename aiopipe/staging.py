@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ._jax_settings import undisturbed
 from .backend import Backend
 from .errors import TensorError
 from .sched.plan import Plan
@@ -106,12 +107,20 @@ class Staging:
                 if slot in self.returned:  # the caller will hold it: it cannot be the slot's
                     slots[slot] = backend.upload(value, tensor)
                 else:
-                    np.copyto(buffer, value, casting="same_kind")
+                    _copy(value, buffer)
                     slots[slot] = buffer
             except Exception as error:  # whatever the library that made the value raises
                 # Without the frames, which would keep the caller's arrays alive.
                 cause = error.with_traceback(None)
                 raise TensorError(f"input {tensor.describe()} cannot be read: {error}") from cause
+
+
+def _copy(value: Any, buffer: Any) -> None:
+    if isinstance(value, np.ndarray):
+        np.copyto(buffer, value, casting="same_kind")
+        return
+    with undisturbed():  # of another client, say, so that it has to be transferred
+        np.copyto(buffer, value, casting="same_kind")
 
 
 def _first_readers(plan: Plan, backends: Sequence[Backend]) -> list[Backend]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aiopipe import _jax
+from aiopipe import _jax, _jax_compile
 from aiopipe._jax_types import is_ref
 from aiopipe.devices.base import Program
 from aiopipe.errors import TensorError, TraceError
@@ -234,7 +234,7 @@ def loop(w: Any, x: Any) -> Any:
 
 def test_a_program_computes_what_jit_does(device: jax.Device) -> None:
     graph = trace(loop, W, X)
-    compiled = _jax.compile_program(program(graph), device)
+    compiled = _jax_compile.compile_program(program(graph), device)
     outs = compiled.call(*_jax.put([X, W], device))
     got, expected = graph.unflatten_outputs(outs), jax.jit(loop)(W, X)
     for name, value in expected.items():
@@ -250,7 +250,7 @@ def test_a_program_computes_what_jit_does(device: jax.Device) -> None:
 
 def test_programs_take_numpy(device: jax.Device) -> None:
     graph = trace(lambda w, x: x @ w, W, X)
-    compiled = _jax.compile_program(program(graph), device)
+    compiled = _jax_compile.compile_program(program(graph), device)
     [out] = compiled.call(X, jax.device_put(W, device))
     np.testing.assert_allclose(out, X @ W, rtol=1e-5)
     assert out.devices() == {device}
@@ -260,7 +260,7 @@ def test_donation_never_warns_and_keeps_what_it_cannot_use(device: jax.Device) -
     graph = trace(lambda w, x, y, z: (x + 1, (x * y).sum(), z.astype(jnp.bfloat16)), (), X, X, X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        compiled = _jax.compile_program(program(graph, donate=(0, 1, 2)), device)
+        compiled = _jax_compile.compile_program(program(graph, donate=(0, 1, 2)), device)
         assert compiled.donated == (0,)
         x, y, z = (jax.device_put(X + i, device) for i in range(3))
         first, total, _ = compiled.call(x, y, z)
@@ -281,7 +281,7 @@ def test_programs_of_every_type(dtype: str, device: jax.Device) -> None:
         value = jnp.ones(64, _jax.dtype_of(dtype))
         fn = lambda w, x: x | x if dtype == "bool" else x + x  # noqa: E731
     graph = trace(fn, (), value)
-    compiled = _jax.compile_program(program(graph, donate=(0,)), device)
+    compiled = _jax_compile.compile_program(program(graph, donate=(0,)), device)
     given = jax.device_put(value, device)
     [out] = compiled.call(given)
     [twice] = compiled.call(out)
@@ -296,13 +296,13 @@ def test_weakly_typed_carries_compile(device: jax.Device) -> None:
         return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2.0), (0, x))
 
     graph = trace(fn, (), 1.5)
-    [n, y] = _jax.compile_program(program(graph), device).call(np.float32(1.5))
+    [n, y] = _jax_compile.compile_program(program(graph), device).call(np.float32(1.5))
     assert (int(n), float(y)) == (3, 12.0)
 
 
 def test_a_program_without_inputs_is_on_its_device(device: jax.Device) -> None:
     graph = trace(lambda w: jnp.arange(4.0), ())
-    [out] = _jax.compile_program(program(graph), device).call()
+    [out] = _jax_compile.compile_program(program(graph), device).call()
     assert out.devices() == {device}
     assert out.committed
 
@@ -310,7 +310,7 @@ def test_a_program_without_inputs_is_on_its_device(device: jax.Device) -> None:
 def test_programs_compile_under_the_settings_of_their_graph(device: jax.Device) -> None:
     with jax.enable_x64(True):
         graph = trace(lambda w, x: x * 2 + jnp.arange(3), (), np.arange(3.0))
-    compiled = _jax.compile_program(program(graph), device)
+    compiled = _jax_compile.compile_program(program(graph), device)
     with jax.enable_x64(True):
         [out] = compiled.call(jax.device_put(np.arange(3.0), device))
     assert out.dtype == np.float64
@@ -325,7 +325,7 @@ def test_callbacks_and_effects_are_seen(device: jax.Device) -> None:
         return jax.lax.map(lambda v: jax.pure_callback(np.sin, v, v), x)
 
     for fn in (noisy, nested):
-        compiled = _jax.compile_program(program(trace(fn, (), X)), device)
+        compiled = _jax_compile.compile_program(program(trace(fn, (), X)), device)
         assert compiled.has_callback
         jax.block_until_ready(compiled.call(X))
     jax.effects_barrier()
@@ -334,7 +334,7 @@ def test_callbacks_and_effects_are_seen(device: jax.Device) -> None:
 def test_several_threads_compile_at_once(device: jax.Device) -> None:
     graphs = [trace(lambda w, x, i=i: jnp.sin(x) * i, (), X) for i in range(8)]
     with ThreadPoolExecutor(4) as pool:
-        compiled = list(pool.map(lambda g: _jax.compile_program(program(g), device), graphs))
+        compiled = list(pool.map(lambda g: _jax_compile.compile_program(program(g), device), graphs))
     for i, each in enumerate(compiled):
         np.testing.assert_allclose(each.call(X)[0], np.sin(X) * i, rtol=1e-6)
 
@@ -350,7 +350,7 @@ def test_programs_of_operations_that_are_no_equations(device: jax.Device) -> Non
     builder = GraphBuilder()
     x = builder.input("x", (8,), "float32", 32)
     graph = builder.build(builder.node("double", [x], [((8,), "float32", 32)], fn=Double()))
-    compiled = _jax.compile_program(program(graph, name="a name: with/strange (parts)"), device)
+    compiled = _jax_compile.compile_program(program(graph, name="a name: with/strange (parts)"), device)
     np.testing.assert_allclose(compiled.call(X)[0], X * 2)
 
 
@@ -362,8 +362,8 @@ def test_missing_analyses_are_tolerated() -> None:
         def memory_analysis(self) -> Any:
             return None
 
-    assert _jax._cost_analysis(Nothing()) == {}
-    assert _jax._memory_stats(Nothing()).temp_nbytes == 0
+    assert _jax_compile._cost_analysis(Nothing()) == {}
+    assert _jax_compile._memory_stats(Nothing()).temp_nbytes == 0
 
 
 def test_avals_of_tensors(device: jax.Device) -> None:

@@ -23,9 +23,9 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("_threads", "sync"),
     ("graph", "events", "comparison", "handle", "lanes"),
     ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types"),
-    ("_arguments", "buffer", "graph_plan", "_jax"),
-    ("_jaxpr", "_jax_export", "_specs", "fetch", "tensor_range"),
-    ("_jax_cost", "_jax_lift", "sched.assign_check", "_jax_memory", "tensor_moves"),
+    ("_arguments", "buffer", "graph_plan", "_jax", "_jax_nans"),
+    ("_jaxpr", "_jax_compile", "_specs", "fetch", "tensor_range"),
+    ("_jax_cost", "_jax_export", "_jax_lift", "sched.assign_check", "_jax_memory", "tensor_moves"),
     ("tensor_io",),
     ("trace", "backend", "streaming", "devices.clock", "devices.simops", "sched.decided", "sched.partition"),
     ("registry", "state"),
@@ -58,8 +58,8 @@ CONCURRENCY = frozenset(
     "_thread anyio asyncio concurrent multiprocessing queue selectors signal socket subprocess threading".split()
 )
 TRACING = frozenset(
-    "_arguments _jax _jax_cost _jax_export _jax_lift _jax_memory _jax_settings _jax_source _jax_types _jaxpr _specs "
-    "trace".split()
+    "_arguments _jax _jax_compile _jax_cost _jax_export _jax_lift _jax_memory _jax_nans _jax_settings _jax_source "
+    "_jax_types _jaxpr _specs trace".split()
 )
 PURE = TRACING | {"errors", "graph", "graph_builder", "devices.base"}
 SCHEDULING = tuple(

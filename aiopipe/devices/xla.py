@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import _jax, _jax_memory, _jax_types
+from .. import _jax, _jax_compile, _jax_memory, _jax_types
 from .._threads import in_thread
 from ..backend import Backend, Dispatch, Executable, Lane, ThreadLane
 from ..devices.base import BufferType, Device, DeviceProps, DeviceType, Program
@@ -147,7 +147,7 @@ class XlaBackend(Backend):
     def load(self, program: Program) -> Executable:
         """Compile with XLA."""
         self.check_open()
-        compiled = _jax.compile_program(program, self.jax_device, lowering=_LOWERING)
+        compiled = _jax_compile.compile_program(program, self.jax_device, lowering=_LOWERING)
         return Executable(
             program=program,
             call=compiled.call,
@@ -165,7 +165,7 @@ class XlaBackend(Backend):
             return value
         elif value.devices() == {self.jax_device}:  # in another of its memories
             return _jax_memory.put_in(value, self.jax_device, None).block_until_ready()
-        with _jax.wide_context((value,)):
+        with _jax.undisturbed(), _jax.wide_context((value,)):
             return jax.device_put(value, self.jax_device).block_until_ready()
 
     def duplicate(self, value: Any, tensor: Tensor) -> Any:
@@ -295,14 +295,14 @@ class XlaBackend(Backend):
         self._completion.close()
 
 
-def _can_block(program: Program, compiled: _jax.Compiled, kind: DeviceType) -> bool:
+def _can_block(program: Program, compiled: _jax_compile.Compiled, kind: DeviceType) -> bool:
     """Whether launching may hold up the caller.
 
-    Host callbacks do, everywhere. The CPU client runs what it counts as fewer than
+    Host callbacks do, everywhere, and so does looking at the results. The CPU client runs what it counts as fewer than
     `INLINE_FLOPS` flops in the caller, whatever it costs: transcendentals, gathers and all but one
     round of a loop count nothing.
     """
-    if compiled.has_callback:
+    if compiled.has_callback or compiled.waits:
         return True
     if kind is not DeviceType.CPU or (compiled.flops is not None and compiled.flops >= INLINE_FLOPS):
         return False
