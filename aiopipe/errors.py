@@ -3,7 +3,7 @@
 Three questions a caller asks are answered by the class alone: *did I call it wrongly?*
 (`TensorError`, `TraceError`, `PlacementError`, `ReplanError`, `WrongLoopError`), *is there no room?*
 (`AllocationError`), *did the evaluation not end well?* (`EvaluationError`,
-`EvaluationAborted`, `BackendLostError`, `BackendClosedError`).
+`EvaluationAborted`, `BackendLostError`, `BackendClosedError`). `OutOfMemoryError` answers both of the last.
 
 Cancellation is `asyncio.CancelledError` and is never wrapped.
 """
@@ -15,14 +15,17 @@ __all__ = [
     "AllocationError",
     "BackendClosedError",
     "BackendLostError",
+    "DeadlineExceeded",
     "EvaluationAborted",
     "EvaluationError",
+    "OutOfMemoryError",
     "PlacementError",
     "ReplanError",
     "StateError",
     "TensorError",
     "TraceError",
     "WrongLoopError",
+    "says_no_room",
 ]
 
 
@@ -84,6 +87,40 @@ class EvaluationError(AiopipeError, RuntimeError):
         self.source = source
 
 
+class DeadlineExceeded(EvaluationError, TimeoutError):
+    """An evaluation was not done in time. Its slot is held until the devices are done with what was launched.
+
+    Attributes:
+        split: index of the split that was not done; -1 where the evaluation had not got that far.
+        backend, node, source: of that split, as in `EvaluationError`; empty where there is none.
+    """
+
+
+class OutOfMemoryError(EvaluationError, AllocationError):
+    """A device had no memory left for a split of an evaluation; `__cause__` is the device's own error.
+
+    Attributes:
+        asked_nbytes: bytes that its plan needs on that backend for one evaluation, as far as known before it ran.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        split: int,
+        backend: str,
+        node: str,
+        source: str,
+        asked_nbytes: int,
+        available_nbytes: int,
+    ) -> None:
+        sizes = {"asked_nbytes": asked_nbytes, "available_nbytes": available_nbytes}
+        AllocationError.__init__(self, message, backend=backend, **sizes)
+        self.split = split
+        self.node = node
+        self.source = source
+
+
 class StateError(AiopipeError, RuntimeError):
     """A state was left in between by an evaluation that failed, was freed, or does not fit its graph or scheduler."""
 
@@ -102,3 +139,8 @@ class BackendLostError(AiopipeError, ConnectionError):
 
 class WrongLoopError(AiopipeError, RuntimeError):
     """A scheduler was used from another event loop than the one that it belongs to."""
+
+
+def says_no_room(error: BaseException) -> bool:
+    """Whether a device or the host says by this error that its memory is full. XLA has no type of its own for it."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

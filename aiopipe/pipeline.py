@@ -47,6 +47,7 @@ class Pipeline:
             places the weights, and the operations follow them.
         memory_limit: bytes for each device, or a mapping from its name; see `Scheduler`.
         max_plans: how many input shapes are kept ready; the one that was not used for longest goes.
+        deadline: seconds that an evaluation may take; see `Scheduler`.
         timeline: record busy times, for `statistics().busy`.
         on_progress: called with (compiled, to compile) while a new shape is compiled.
 
@@ -71,6 +72,7 @@ class Pipeline:
         split: Split = "auto",
         memory_limit: int | Mapping[str, int] | None = None,
         max_plans: int = 64,
+        deadline: float | None = None,
         timeline: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -85,6 +87,7 @@ class Pipeline:
         self._max_plans = max_plans
         self._n_copies = n_copies
         self._memory_limit = memory_limit
+        self._deadline = deadline
         self._timeline = timeline
         self._on_progress = on_progress
         self._scheduler: Scheduler | None = None
@@ -190,6 +193,7 @@ class Pipeline:
             self._devices,
             n_copies=self._n_copies,
             memory_limit=self._memory_limit,
+            deadline=self._deadline,
             timeline=self._timeline,
             on_progress=self._on_progress,
         )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .backend import Backend
-from .errors import TensorError
+from .errors import AllocationError, TensorError
 from .sched.plan import Plan
 
 __all__ = ["Slots", "Staging"]
@@ -70,8 +70,10 @@ class Staging:
         if slot in self.returned:
             return None, None
         backend = self._host_backends[slot]
-        buffer = backend.host_buffer(self.plan.graph.inputs[self.plan.used_inputs[slot]])
-        return buffer, backend.show(buffer) if self._alone[slot] else buffer
+        tensor = self.plan.graph.inputs[self.plan.used_inputs[slot]]
+        with backend.asking_for(tensor):
+            buffer = backend.host_buffer(tensor)
+            return buffer, backend.show(buffer) if self._alone[slot] else buffer
 
     def captures_inline(self, values: Sequence[Any]) -> bool:
         """Whether `capture` takes so little time that the loop can do it: small, and nothing to wait for."""
@@ -95,6 +97,7 @@ class Staging:
 
         Raises:
             TensorError: a value cannot be read.
+            AllocationError: there is no room for it.
         """
         self._slots.take(copy_id, self)
         staging = self.buffers.get(copy_id)
@@ -110,10 +113,13 @@ class Staging:
             tensor, (buffer, shown) = inputs[position], staging[slot]
             try:
                 if slot in self.returned:  # the caller will hold it: it cannot be the slot's
-                    slots[slot] = backend.upload(value, tensor)
+                    with backend.asking_for(tensor):
+                        slots[slot] = backend.upload(value, tensor)
                 else:
                     np.copyto(buffer, value, casting="same_kind")
                     slots[slot] = shown
+            except AllocationError:
+                raise
             except Exception as error:  # whatever the library that made the value raises
                 # Without the frames, which would keep the caller's arrays alive.
                 cause = error.with_traceback(None)

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from aiopipe.sched.state import (
+from aiopipe.sched.state import Phase, RunState
+from aiopipe.sched.stimuli import (
     Admit,
     Cancel,
     Captured,
@@ -16,10 +17,8 @@ from aiopipe.sched.state import (
     Launch,
     Launched,
     Outcome,
-    Phase,
     Release,
     Resolve,
-    RunState,
     Stimulus,
     Submit,
     Watch,
@@ -74,6 +73,41 @@ def test_slots_rotate_and_a_full_pipeline_makes_submitters_wait() -> None:
     assert run(state, Completed(1)) == [Resolve(1, Outcome.SUCCESS), Release(1, 1)]
     run(state, Captured(0), Launched(0, 0))
     assert run(state, Completed(0)) == [Resolve(0, Outcome.SUCCESS), Release(0, 0), Admit(2, 0)]
+
+
+def test_a_slot_for_which_devices_still_work_in_vain_is_passed_over() -> None:
+    state, late = RunState(3), TimeoutError("late")
+    run(state, *(Submit(i, ONE) for i in range(5)), *(Captured(i) for i in range(3)))
+    run(state, Launched(0, 0), Launched(1, 0), Launched(2, 0), Completed(2))
+    assert (state.waiting, state.cur_copy) == (2, 0)
+    assert run(state, Cancel(0, late)) == [Resolve(0, Outcome.FAILED, late)]
+    assert (state.waiting, state.cur_copy) == (2, 1)  # evaluation 1 will be done, so its slot is waited for
+    assert run(state, Completed(1)) == [Resolve(1, Outcome.SUCCESS), Release(1, 1), Admit(3, 1), Admit(4, 2)]
+    assert (state.in_flight, state.cur_copy) == (3, 1)
+    run(state, Captured(3), Launched(3, 0), Completed(3), Submit(5, ONE), Submit(6, ONE), Submit(7, ONE))
+    assert state.waiting == 2
+    assert run(state, Completed(0)) == [Release(0, 0)]  # slot 2 has its turn
+    assert run(state, Captured(4), Launched(4, 0))[-1] == Watch(4)
+    assert run(state, Completed(4))[1:] == [Release(4, 2), Admit(6, 2), Admit(7, 0)]
+
+
+def test_who_waits_takes_over_as_soon_as_the_turn_passes_a_slot() -> None:
+    state = RunState(2)
+    run(state, Submit(0, ONE), Submit(1, ONE), Captured(0), Captured(1), Launched(1, 0), Completed(1), Submit(2, ONE))
+    assert state.waiting == 1
+    assert run(state, Cancel(0)) == [Resolve(0, Outcome.CANCELLED), Admit(2, 1)]
+    boom = RuntimeError("boom")
+    run(state, Launched(0, 0), Submit(3, ONE), Captured(2))
+    assert run(state, Failed(2, 0, boom)) == [Resolve(2, Outcome.FAILED, boom), Watch(2)]
+    assert state.waiting == 1  # every slot is held
+    assert run(state, Completed(2)) == [Release(2, 1), Admit(3, 1)]
+
+
+def test_overdue_while_waiting_is_gone() -> None:
+    state, late = RunState(1), TimeoutError("late")
+    run(state, Submit(0, ONE), Submit(1, ONE))
+    assert run(state, Cancel(1, late)) == [Resolve(1, Outcome.FAILED, late), Release(1, -1)]
+    assert (state.counts[Outcome.FAILED], state.counts[Outcome.CANCELLED], state.waiting) == (1, 0, 0)
 
 
 def test_an_abort_ends_an_evaluation_like_a_failure() -> None:
@@ -207,8 +241,8 @@ def test_a_turn_is_passed_on_by_who_is_cancelled_or_fails() -> None:
     assert run(state, Cancel(1)) == [Resolve(1, Outcome.CANCELLED), Watch(1)]
     boom = RuntimeError("boom")
     assert run(state, Failed(0, 0, boom)) == [Resolve(0, Outcome.FAILED, boom), Watch(0)]
-    assert run(state, Completed(1)) == [Release(1, 1)]
-    assert run(state, Completed(0)) == [Release(0, 0), Admit(3, 0)]
+    assert run(state, Completed(1)) == [Release(1, 1), Admit(3, 1)]
+    assert run(state, Completed(0)) == [Release(0, 0)]
     assert run(state, Captured(3)) == [Launch(3, 0)]
 
 

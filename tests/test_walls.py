@@ -34,15 +34,15 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("devices.ray", "statistics", "sched.alloc", "sched.lower"),
     ("sched.plan_text",),
     ("sched.plan_dot",),
-    ("devices.sim", "sched.plan", "sched.state"),
-    ("sched.launch", "staging"),
+    ("devices.sim", "sched.plan", "sched.stimuli"),
+    ("sched.launch", "sched.state", "staging"),
     ("loader",),
     ("completion", "mailbox"),
     ("run",),
-    ("observe",),
+    ("observe", "watcher"),
     ("runner", "by_hand"),
     ("plans",),
-    ("states", "closing"),
+    ("states", "closing", "counts"),
     ("sched.scheduler",),
     ("placement", "timeline"),
     ("pipeline", "compare"),
@@ -61,8 +61,8 @@ TRACING = frozenset(
 )
 PURE = TRACING | {"errors", "graph", "graph_builder", "devices.base"}
 SCHEDULING = tuple(
-    "sched by_hand closing completion lane_pool loader observe plans run runner staging states statistics "
-    "streaming".split()
+    "sched by_hand closing completion counts lane_pool loader observe plans run runner staging states statistics "
+    "streaming watcher".split()
 )
 IMPURE_SCHED = frozenset({"sched.scheduler"})
 

@@ -95,7 +95,7 @@ def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
                 slots[slot] = value
             marker = markers[split.index] = results[split.marker]
             split.backend.launched(marker)
-        except Exception as error:
+        except BaseException as error:  # a lane's thread must not end with it
             raise LaunchError(split.index) from error
         for slot in split.frees:
             slots[slot] = None
