@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+from . import _threads
 
 __all__ = ["Mailbox"]
 
@@ -18,7 +19,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._messages: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._messages: _threads.deque[tuple[Callable[..., None], tuple[Any, ...]]] = _threads.deque()
         self._awake = False
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
