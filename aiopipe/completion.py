@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from .backend import Backend
 from .errors import BackendLostError, DeadlineExceeded, EvaluationError, OutOfMemoryError, says_no_room
-from .sched.launch import BoundSplit, LaunchError
+from .sched.launch import BoundSplit, Environment, LaunchError
 from .sched.plan import Plan
 
 __all__ = ["blamed", "failure", "first_failure", "launched", "overdue", "unfinished", "when_ready"]
@@ -25,12 +25,12 @@ class _Place(TypedDict):
     source: str
 
 
-def launched(splits: Sequence[BoundSplit], markers: Sequence[Any]) -> list[Group]:
-    """The markers of the splits that were launched, for each backend."""
+def launched(splits: Sequence[BoundSplit], env: Environment) -> list[Group]:
+    """The markers of the splits that were launched, and copies that nothing reads, for each backend."""
     groups: dict[str, tuple[Backend, list[Any]]] = {}
-    for split, marker in zip(splits, markers, strict=True):
-        if marker is not None:
-            groups.setdefault(split.backend.name, (split.backend, []))[1].append(marker)
+    markers = [(split.backend, marker) for split, marker in zip(splits, env.markers, strict=True) if marker is not None]
+    for backend, value in (*markers, *env.strays):
+        groups.setdefault(backend.name, (backend, []))[1].append(value)
     return list(groups.values())
 
 

@@ -7,7 +7,6 @@ and its queue computes it, in order with everything else that is posted there.
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from . import _threads
 from .devices.base import Device, Program
 from .errors import (
     AiopipeError,
@@ -115,7 +115,7 @@ class GraphPlan:
         self._weights = tuple(t for t in graph.weights if t.id in read or t.id in returned)
         self._ready: _Ready | None = None
         self._freed = False
-        self._lock = threading.Lock()
+        self._lock = _threads.Lock()
 
     @property
     def freed(self) -> bool:

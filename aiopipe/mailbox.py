@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
-import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+from . import _threads
 
 __all__ = ["Mailbox"]
 
@@ -24,7 +24,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._messages: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._messages: _threads.deque[tuple[Callable[..., None], tuple[Any, ...]]] = _threads.deque()
         self._awake = False
         self._bell: _Bell | None = None
 
@@ -85,7 +85,7 @@ class _Bell:
         self._loop = loop
         self._fd = fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._open = False
-        self._lock = threading.Lock()  # the number of a descriptor that is closed may be another's already
+        self._lock = _threads.Lock()  # the number of a descriptor that is closed may be another's already
         of = weakref.ref(mailbox)
 
         def heard() -> None:

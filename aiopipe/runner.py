@@ -170,7 +170,7 @@ class Runner:
         """A deadline has come. Whether what it has launched will count, its caller cannot know: its state is marked."""
         error = self._watcher.overdue(run, deadline_s)
         if run.taken and run.state is not None:
-            run.state.mark(error)
+            run.state.mark(error, run.evaluation.id)
         self._feed(Cancel(run.evaluation.id, error))
 
     def cancel_all(self) -> None:
@@ -352,6 +352,8 @@ class Runner:
             error = None
         if error is None:
             self._feed(Launched(run.evaluation.id, 0))
+        elif run.observation.failed:  # on a device, not in the callback
+            self._watcher.after_earlier(run, lambda refused: self._feed(Failed(run.evaluation.id, 0, refused or error)))
         else:
             outcome = Outcome.ABORTED if isinstance(error, EvaluationAborted) else Outcome.FAILED
             self._feed(Failed(run.evaluation.id, 0, error, outcome))

@@ -57,6 +57,17 @@ def device_specs() -> list[str]:
     return specs
 
 
+@pytest.fixture
+def happens_before() -> Iterator[Any]:
+    """Says of the devices that it watches, at the latest at the end, what was not ordered: see `happens_before.py`."""
+    from happens_before import HappensBefore
+
+    known = HappensBefore()
+    with known.watching():
+        yield known
+    known.check()
+
+
 # Blocking calls ----------------------------------------------------------------------------------
 
 blocking_calls: list[str] = []

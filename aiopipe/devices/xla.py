@@ -7,14 +7,13 @@ backend has a completion thread that waits for arrays, in order, and calls back.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from .. import _jax, _jax_memory, _jax_types
+from .. import _jax, _jax_memory, _jax_types, _threads
 from .._threads import in_thread
 from ..backend import Backend, Dispatch, Executable, Lane, ThreadLane
 from ..devices.base import BufferType, Device, DeviceProps, DeviceType, Program
@@ -28,7 +27,7 @@ __all__ = ["CPU_ONLY_OPS", "SPEEDS", "TYPES", "XlaBackend", "XlaDevice", "open_x
 VIEW_NBYTES = 1 << 20
 """Up to this size a ready value of another CPU device is handed over as a view, not copied."""
 
-_LOWERING = threading.Lock()
+_LOWERING = _threads.Lock()
 """One thread lowers at a time: it holds the GIL anyway, and each one more makes the event loop wait longer."""
 
 INLINE_FLOPS = 1000
@@ -220,7 +219,7 @@ class XlaBackend(Backend):
         try:
             self._completion.post(lambda: callback(_wait(values)))
         except BackendClosedError:  # closed under an evaluation, which must still hear of its end
-            threading.Thread(target=lambda: callback(_wait(values)), name=f"aiopipe-{self.name}-late").start()
+            _threads.Thread(target=lambda: callback(_wait(values)), name=f"aiopipe-{self.name}-late").start()
 
     def download(self, value: Any) -> Any:
         """The value as a NumPy array; a typed PRNG key as its bits."""
@@ -306,7 +305,7 @@ class XlaBackend(Backend):
             await super().synchronize()
         finally:
             if not self.closed:
-                done = threading.Event()
+                done = _threads.Event()
                 self.notify(tuple(self.newest.values()), lambda _: done.set())
                 await in_thread(done.wait, "synchronize")
 

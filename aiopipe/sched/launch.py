@@ -34,13 +34,20 @@ class Environment:
     Attributes:
         slots: captured inputs, then values that cross a split boundary.
         markers: for each split one of its results, kept to the end: the split's event.
+        strays: copies that were begun for a split which was not launched, or not all of it, with its backend.
     """
 
-    __slots__ = ("markers", "slots")
+    __slots__ = ("markers", "slots", "strays")
 
     def __init__(self, n_slots: int, n_splits: int) -> None:
         self.slots: list[Any] = [None] * n_slots
         self.markers: list[Any] = [None] * n_splits
+        self.strays: list[tuple[Backend, Any]] = []
+
+    def leave(self, split: BoundSplit) -> None:
+        """Nothing will read, so that nothing will tell the end of, some of what was brought over for a split."""
+        brought = [self.slots[fill] for _, fill in split.moves]
+        self.strays += [(split.backend, value) for value in brought if split.backend.holds(value)]
 
 
 class BoundSplit:
@@ -96,6 +103,7 @@ def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
             marker = markers[split.index] = results[split.marker]
             split.backend.launched(marker)
         except BaseException as error:  # a lane's thread must not end with it
+            env.leave(split)
             raise LaunchError(split.index) from error
         for slot in split.frees:
             slots[slot] = None
