@@ -1,6 +1,8 @@
 """aiopipe: asyncio-native pipeline-parallel execution on JAX devices."""
 
 from .backend import Backend
+from .batch_tally import BatcherStatistics
+from .batcher import Batcher
 from .buffer import Buffer, tensor_view
 from .compare import compare_backends, graph_copy
 from .comparison import Comparison, NodeDifference
@@ -15,6 +17,7 @@ from .errors import (
     BackendLostError,
     EvaluationAborted,
     EvaluationError,
+    OverloadedError,
     PlacementError,
     ReplanError,
     StateError,
@@ -48,6 +51,8 @@ __all__ = [
     "Backend",
     "BackendClosedError",
     "BackendLostError",
+    "Batcher",
+    "BatcherStatistics",
     "Buffer",
     "BufferType",
     "BufferUsage",
@@ -67,6 +72,7 @@ __all__ = [
     "Handle",
     "Node",
     "NodeDifference",
+    "OverloadedError",
     "Pipeline",
     "PlacementError",
     "Plan",
