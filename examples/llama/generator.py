@@ -26,12 +26,16 @@ class Counts:
         prompt_tokens: tokens of prompts that were read.
         decode_steps: steps that wrote a token of every active row of a group.
         compiled_steps: steps that were traced and compiled.
+        writing: texts that have a row now.
+        waiting: texts that wait for one now.
         scheduler: of the scheduler: evaluations, and with ``timeline=True`` how busy each device was.
     """
 
     prompt_tokens: int
     decode_steps: int
     compiled_steps: int
+    writing: int
+    waiting: int
     scheduler: ap.Statistics
 
 
@@ -70,7 +74,7 @@ class Stream:
 
     def cancel(self) -> None:
         """Write no more of it. Tokens that are there can still be taken."""
-        self._request.left = True
+        self._request.leave()
 
     def __aiter__(self) -> Stream:
         return self
@@ -209,6 +213,8 @@ class Generator:
         if group.n_free > 0:
             group.give(request)
         else:
+            for gone in [waiting for waiting in self._waiting if waiting.left]:
+                self._waiting.remove(gone)  # or those who come and go would pile up while all rows are busy
             self._waiting.append(request)
         return Stream(request)
 
@@ -224,6 +230,8 @@ class Generator:
             prompt_tokens=sum(group.n_prompt_tokens for group in self._groups),
             decode_steps=sum(group.n_steps for group in self._groups),
             compiled_steps=self._graphs.n_made,
+            writing=sum(group.n_writing for group in self._groups),
+            waiting=sum(not request.left for request in self._waiting),
             scheduler=self._scheduler.statistics(),
         )
 

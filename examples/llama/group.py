@@ -31,6 +31,7 @@ class Request:
         stop: ids that end it; they are not part of it.
         tokens: what has been written and not been taken yet; `END` behind the last.
         left: nobody wants it any more.
+        has_row: it is being written.
         reason: why it has ended: ``"stop"``, ``"length"``, ``"left"`` or ``"error"``.
         error: what went wrong.
         submitted_s, first_s, last_s: when it was submitted, and its first and newest token came; `time.monotonic`.
@@ -43,7 +44,7 @@ class Request:
         self.max_tokens = max_tokens
         self.stop = stop
         self.tokens: asyncio.Queue[int | None] = asyncio.Queue()
-        self.left = False
+        self.left = self.has_row = False
         self.reason: str | None = None
         self.error: BaseException | None = None
         self.submitted_s = time.monotonic()
@@ -59,6 +60,12 @@ class Request:
         self.n_tokens += 1
         self.tokens.put_nowait(token)
         return True if self.n_tokens < self.max_tokens else self.end("length")
+
+    def leave(self) -> None:
+        """Nobody wants it any more; one that still waits ends here and now, others between two steps."""
+        self.left = True
+        if not self.has_row:
+            self.end("left")
 
     def end(self, reason: str, error: BaseException | None = None) -> bool:
         """No more tokens will come."""
@@ -105,6 +112,11 @@ class Group:
         self._wake = asyncio.Event()
         self._chunks: list[ap.Evaluation] = []  # of prompts, that nobody awaits
         self._sampling: tuple[list[Sampling], dict[str, Any]] | None = None
+
+    @property
+    def n_writing(self) -> int:
+        """Texts that have a row."""
+        return sum(row is not None for row in self._rows)
 
     @property
     def n_free(self) -> int:
@@ -186,6 +198,7 @@ class Group:
                     request.end("left")
                 else:
                     row = self._rows[i] = _Row(request)
+                    request.has_row = True
 
     def _push(self, i: int, row: _Row, token: int) -> None:
         row.token = token
