@@ -57,6 +57,15 @@ def device_specs() -> list[str]:
     return specs
 
 
+@pytest.fixture(scope="session")
+def serve_host() -> Iterator[Any]:
+    """A process that opens servers over small models, for all tests of them: `serving.Host`."""
+    from serving import hosting  # here, as other tests do without its packages
+
+    with hosting() as host:
+        yield host
+
+
 # Blocking calls ----------------------------------------------------------------------------------
 
 blocking_calls: list[str] = []

@@ -172,6 +172,11 @@ class Generator:
         return self._scheduler
 
     @property
+    def n_rows(self) -> int:
+        """How many texts can be written at the same time."""
+        return self._graphs.rows * self._n_groups
+
+    @property
     def states(self) -> list[ap.State]:
         """The state of each group."""
         return [group.state for group in self._groups]
@@ -218,11 +223,24 @@ class Generator:
             self._waiting.append(request)
         return Stream(request)
 
-    async def prepare(self, kinds: Sequence[Kind] = ("chunk", "prefill", "decode_one", "decode")) -> None:
-        """Compile every step for every length now, so that no text has to wait for it later."""
-        for size in self._graphs.sizes:
-            for kind in kinds:
-                await asyncio.shield(self._graphs.get(kind, size))
+    async def prepare(
+        self,
+        kinds: Sequence[Kind] = ("chunk", "prefill", "decode_one", "decode"),
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Compile every step for every length now, so that no text has to wait for it later.
+
+        Args:
+            kinds: which steps.
+            on_progress: called with (compiled, to compile) before each step and at the end.
+        """
+        steps = [(kind, size) for size in self._graphs.sizes for kind in kinds]
+        for done, (kind, size) in enumerate(steps):
+            if on_progress is not None:
+                on_progress(done, len(steps))
+            await asyncio.shield(self._graphs.get(kind, size))
+        if on_progress is not None:
+            on_progress(len(steps), len(steps))
 
     def statistics(self) -> Counts:
         """What has been done so far."""
@@ -231,7 +249,7 @@ class Generator:
             decode_steps=sum(group.n_steps for group in self._groups),
             compiled_steps=self._graphs.n_made,
             writing=sum(group.n_writing for group in self._groups),
-            waiting=sum(not request.left for request in self._waiting),
+            waiting=sum(not request.left for request in self._waiting) + sum(g.n_given for g in self._groups),
             scheduler=self._scheduler.statistics(),
         )
 

@@ -31,7 +31,6 @@ class Request:
         stop: ids that end it; they are not part of it.
         tokens: what has been written and not been taken yet; `END` behind the last.
         left: nobody wants it any more.
-        has_row: it is being written.
         reason: why it has ended: ``"stop"``, ``"length"``, ``"left"`` or ``"error"``.
         error: what went wrong.
         submitted_s, first_s, last_s: when it was submitted, and its first and newest token came; `time.monotonic`.
@@ -44,7 +43,7 @@ class Request:
         self.max_tokens = max_tokens
         self.stop = stop
         self.tokens: asyncio.Queue[int | None] = asyncio.Queue()
-        self.left = self.has_row = False
+        self.left = False
         self.reason: str | None = None
         self.error: BaseException | None = None
         self.submitted_s = time.monotonic()
@@ -53,6 +52,8 @@ class Request:
 
     def push(self, token: int) -> bool:
         """Take the next token; whether another one is wanted."""
+        if self.reason is not None:
+            return False
         if token in self.stop:
             return self.end("stop")
         self.last_s = time.monotonic()
@@ -62,10 +63,9 @@ class Request:
         return True if self.n_tokens < self.max_tokens else self.end("length")
 
     def leave(self) -> None:
-        """Nobody wants it any more; one that still waits ends here and now, others between two steps."""
+        """Nobody wants it any more. It ends here and now; a row that it has is free after the next step."""
         self.left = True
-        if not self.has_row:
-            self.end("left")
+        self.end("left")
 
     def end(self, reason: str, error: BaseException | None = None) -> bool:
         """No more tokens will come."""
@@ -116,7 +116,12 @@ class Group:
     @property
     def n_writing(self) -> int:
         """Texts that have a row."""
-        return sum(row is not None for row in self._rows)
+        return sum(row is not None and not row.request.left for row in self._rows)
+
+    @property
+    def n_given(self) -> int:
+        """Texts that are about to take one."""
+        return sum(not request.left for request in self._given)
 
     @property
     def n_free(self) -> int:
@@ -198,7 +203,6 @@ class Group:
                     request.end("left")
                 else:
                     row = self._rows[i] = _Row(request)
-                    request.has_row = True
 
     def _push(self, i: int, row: _Row, token: int) -> None:
         row.token = token
