@@ -1,6 +1,8 @@
 """aiopipe: asyncio-native pipeline-parallel execution on JAX devices."""
 
 from .backend import Backend
+from .batch_tally import BatcherStatistics
+from .batcher import Batcher
 from .buffer import Buffer, tensor_view
 from .compare import compare_backends, graph_copy
 from .comparison import Comparison, NodeDifference
@@ -17,6 +19,7 @@ from .errors import (
     EvaluationAborted,
     EvaluationError,
     OutOfMemoryError,
+    OverloadedError,
     PlacementError,
     ReplanError,
     StateError,
@@ -50,6 +53,8 @@ __all__ = [
     "Backend",
     "BackendClosedError",
     "BackendLostError",
+    "Batcher",
+    "BatcherStatistics",
     "Buffer",
     "BufferType",
     "BufferUsage",
@@ -71,6 +76,7 @@ __all__ = [
     "Node",
     "NodeDifference",
     "OutOfMemoryError",
+    "OverloadedError",
     "Pipeline",
     "PlacementError",
     "Plan",

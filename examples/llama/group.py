@@ -52,6 +52,8 @@ class Request:
 
     def push(self, token: int) -> bool:
         """Take the next token; whether another one is wanted."""
+        if self.reason is not None:
+            return False
         if token in self.stop:
             return self.end("stop")
         self.last_s = time.monotonic()
@@ -59,6 +61,11 @@ class Request:
         self.n_tokens += 1
         self.tokens.put_nowait(token)
         return True if self.n_tokens < self.max_tokens else self.end("length")
+
+    def leave(self) -> None:
+        """Nobody wants it any more. It ends here and now; a row that it has is free after the next step."""
+        self.left = True
+        self.end("left")
 
     def end(self, reason: str, error: BaseException | None = None) -> bool:
         """No more tokens will come."""
@@ -105,6 +112,16 @@ class Group:
         self._wake = asyncio.Event()
         self._chunks: list[ap.Evaluation] = []  # of prompts, that nobody awaits
         self._sampling: tuple[list[Sampling], dict[str, Any]] | None = None
+
+    @property
+    def n_writing(self) -> int:
+        """Texts that have a row."""
+        return sum(row is not None and not row.request.left for row in self._rows)
+
+    @property
+    def n_given(self) -> int:
+        """Texts that are about to take one."""
+        return sum(not request.left for request in self._given)
 
     @property
     def n_free(self) -> int:

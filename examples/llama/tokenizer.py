@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ __all__ = ["Detokenizer", "Tokenizer"]
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 _SPACE = "\u2581"
 """What stands for a space in a vocabulary of SentencePiece's kind."""
+
+_BREAK = "\u200b"
+"""A space of no width."""
 
 _ENDS = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "</s>")
 """Control tokens that end a text in any model which has them, whatever its file names as the end."""
@@ -64,6 +68,9 @@ class Tokenizer:
         ends = {eos, self._id("eot_token_id"), self._id("eom_token_id")}
         ends |= {self._ids[text] for text in _ENDS if self._ids.get(text) in self._control}
         self.stop_ids = frozenset(ends - {None})
+        names = [re.escape(tokens[i]) for i in sorted(self._control) if tokens[i]]
+        # One letter behind which a name begins, so that names that overlap are found, too.
+        self._control_names = re.compile(f"(?={'|'.join(names)})." if names else r"(?!)", re.DOTALL)
         self._names = {
             "bos_token": "" if self._bos is None else tokens[self._bos],
             "eos_token": "" if eos is None else tokens[eos],
@@ -117,7 +124,7 @@ class Tokenizer:
         """Token ids of a conversation, by the template in the file.
 
         Names of control tokens inside a message count as such, as with other programs: take them out of what you do
-        not trust.
+        not trust, with `plain`.
 
         Args:
             messages: each with ``role`` and ``content``.
@@ -127,6 +134,10 @@ class Tokenizer:
             ValueError: there is no template, or it does not accept these messages.
         """
         return self._encode(self.chat_text(messages, answer), special=True)
+
+    def plain(self, text: str) -> str:
+        """The text with every name of a control token broken up: what may go into a chat, wherever it comes from."""
+        return self._control_names.sub(lambda first: first[0] + _BREAK, text)
 
     def chat_text(self, messages: Sequence[Mapping[str, str]], answer: bool = True) -> str:
         """The text of which `chat` gives the token ids."""
