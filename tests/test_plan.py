@@ -133,6 +133,18 @@ def test_sinks_are_the_splits_that_feed_nobody() -> None:
     assert plan.sinks == (1, 2)
 
 
+def test_who_only_brought_what_another_reads_is_a_sink_too() -> None:
+    b = Draft()
+    x = b.x()
+    first = b.op("dot_general", x, b.w("a"))
+    there = b.op("dot_general", x, b.w("b"))
+    second = b.op("add", x, there)
+    graph = b.build([first, second])
+    plan = make_plan(graph, gpus(2), cut=[0, 1, 0])
+    assert [split.depends for split in plan.splits] == [(), (), (0, 1)], "the last uses the copy of x that #0 brought"
+    assert plan.sinks == (0, 2)
+
+
 class TestDonation:
     PROPS = (DeviceProps(DeviceType.GPU, "a"), DeviceProps(DeviceType.GPU, "a"))
 

@@ -12,7 +12,7 @@ import pytest
 import aiopipe as ap
 from aiopipe.backend import Executable
 from aiopipe.devices.base import Program
-from aiopipe.devices.sim import Cluster, HostOp, sleep
+from aiopipe.devices.sim import Cluster, HostOp, fail, sleep
 from aiopipe.graph_builder import GraphBuilder
 from simgraphs import (
     SPEC,
@@ -269,6 +269,22 @@ async def test_a_backend_that_returns_too_little_fails_the_evaluation(
             with pytest.raises(ap.EvaluationError, match=f"split {stage} on 'sim:{stage}'"):
                 await sched.graph_compute(graph, array())
         await sched.synchronize()  # the splits before it still run
+        settled(sched)
+
+
+async def test_a_split_that_fails_is_noticed_though_another_one_uses_the_copy_that_it_brought() -> None:
+    b = GraphBuilder("shared copy")
+    x = b.input("x", *SPEC)
+    (first,) = b.node("fail", [x], [SPEC], fn=fail("first"))
+    (there,) = b.node("step", [x], [SPEC], fn=step(1))
+    (second,) = b.node("total", [x, there], [SPEC], fn=TOTAL)
+    graph = b.build([first, second])
+    cluster = Cluster(2, compute=True)
+    async with ap.Scheduler(cluster.backends) as sched:
+        sched.set_cut(graph, [0, 1, 0])
+        assert (await sched.plan(graph)).n_splits == 3
+        with pytest.raises(ap.EvaluationError, match=r"split 0 on 'sim:0'.*first"):
+            await sched.graph_compute(graph, array())
         settled(sched)
 
 
