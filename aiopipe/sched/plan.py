@@ -319,11 +319,8 @@ class _Feed:
             if last[place] == index:
                 moved.append(read)
         for t in split.outputs:
-            place = t * stride + here
-            slot = slots[place] = len(slots)
+            slot = slots[t * stride + here] = len(slots)
             outputs.append(slot)
-            if place not in last:
-                frees.append(slot)
         for position, t in enumerate(split.inputs):
             place = t * stride + here
             if tensors[t].kind is weight:
