@@ -29,6 +29,10 @@ def launched(splits: Sequence[BoundSplit], markers: Sequence[Any]) -> list[Group
 
 def when_ready(groups: Sequence[Group], post: Post, then: Callable[[BaseException | None], None]) -> None:
     """Call ``then(first error)`` on the loop when every group is ready. There is at least one."""
+    if len(groups) == 1:
+        [(backend, group)] = groups
+        backend.notify(group, lambda error: post(then, error))
+        return
     left = len(groups)
     first: BaseException | None = None
 

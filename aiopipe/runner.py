@@ -166,6 +166,10 @@ class Runner:
         for end in ends:  # all made before the first wait: a run that ends meanwhile tells its event
             await end.wait()
 
+    def hang_up(self) -> None:
+        """It is closed: what other threads have to say still arrives, but not as fast."""
+        self._mailbox.close()
+
     async def settle(self, state: State) -> None:
         """Wait until no evaluation that uses a state is under way."""
         while busy := [run for run in self._runs.values() if run.state is state]:

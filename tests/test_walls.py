@@ -21,6 +21,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "devices", "sched", "_threads", "_jax_settings"),
     ("graph", "events", "comparison", "handle", "lanes", "batching"),
     ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types", "batch_tally"),
+    ("_jax_move",),
     ("_arguments", "buffer", "graph_plan", "_jax"),
     ("_jaxpr", "_jax_export", "_specs", "fetch", "tensor_range"),
     ("_jax_cost", "_jax_lift", "sched.assign_check", "_jax_memory", "tensor_moves", "batch_request"),
@@ -56,8 +57,8 @@ CONCURRENCY = frozenset(
     "_thread anyio asyncio concurrent multiprocessing queue selectors signal socket subprocess threading".split()
 )
 TRACING = frozenset(
-    "_arguments _jax _jax_cost _jax_export _jax_lift _jax_memory _jax_settings _jax_source _jax_types _jaxpr _specs "
-    "trace".split()
+    "_arguments _jax _jax_cost _jax_export _jax_lift _jax_memory _jax_move _jax_settings _jax_source _jax_types _jaxpr "
+    "_specs trace".split()
 )
 PURE = TRACING | {"errors", "graph", "graph_builder", "devices.base", "batching", "batch_tally"}
 SCHEDULING = tuple(
@@ -68,7 +69,7 @@ IMPURE_SCHED = frozenset({"sched.scheduler"})
 
 # Only these know JAX, and only `_jax` what differs between its versions.
 JAX_PRIVATE = ("jax.extend", "jax._src", "jaxlib")
-JAX_PRIVATE_IN = frozenset({"_jax"})
+JAX_PRIVATE_IN = frozenset({"_jax", "_jax_move"})
 JAX_IN = TRACING | {"devices.xla", "fetch", "placement", "pipeline", "state", "states", "batcher", "batch_request"}
 
 # `ml_dtypes` comes with JAX, which cannot do without it.
