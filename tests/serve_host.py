@@ -135,10 +135,9 @@ async def main() -> list[str]:
     try:
         async with (
             open_generator(TINY, backends, SIZES) as (generator, _),
-            open_embeddings(tiny_encoder(), backends, SIZES, 8) as (batcher, embed_tokenizer, width),
+            open_embeddings(tiny_encoder(), backends, SIZES, 8) as models,
         ):
-            models = Models(generator, tiny_tokenizer(), batcher, embed_tokenizer, width, SIZES.lengths[-1])
-            await obey(models, gate)
+            await obey(dataclasses.replace(models, generator=generator, tokenizer=tiny_tokenizer()), gate)
     finally:
         for backend in backends:
             await backend.aclose()

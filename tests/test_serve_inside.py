@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import jax
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 import uvicorn
 from minilm.text import load_tokenizer
+from serve import live
 from serve.answers import Events, while_there
 from serve.app import Service
+from serve.errors import ApiError
 from serve.limits import Limits
 from serve.models import Models
 from serve.server import EMBED_NAME, Server
@@ -51,7 +54,7 @@ async def embedding(compute: Callable[[Any], Any]) -> AsyncIterator[httpx.AsyncC
         ap.Pipeline(model, None, devices=["cpu:0"], n_copies=1) as pipe,
         ap.Batcher(pipe, max_batch=1, lengths=[8], like=like) as batcher,
     ):
-        models = Models(batcher=batcher, embed_tokenizer=load_tokenizer(), width=1, max_input=8)
+        models = Models(pipe=pipe, batcher=batcher, embed_tokenizer=load_tokenizer(), width=1, max_input=8)
         service = Service(models, chat_name="none", embed_name=EMBED_NAME, limits=Limits(grace_s=1.0))
         async with listening(Server(service, "127.0.0.1", 0)) as url, httpx.AsyncClient(base_url=url) as client:
             yield client
@@ -198,3 +201,61 @@ async def test_a_client_that_leaves_just_when_the_work_is_done() -> None:
             client.left.set()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
+
+
+# What the page is told -------------------------------------------------------------------------------
+
+
+class Ran(NamedTuple):
+    kind: str
+    evaluation: int
+    split: int
+    backend: str
+    begin_s: float
+    end_s: float
+
+
+def told(data: bytes) -> Any:
+    return json.loads(data.removeprefix(b"data: "))
+
+
+async def test_everything_that_ran_is_told_once_and_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+    ran: list[Ran] = []
+
+    async def period(seconds: float) -> None:
+        nonlocal clock
+        await asyncio.sleep(0)
+        clock += seconds / 2  # two watch
+
+    monkeypatch.setattr(live, "sleep", period)
+    monkeypatch.setattr(live.time, "perf_counter", lambda: clock)
+    source = live.Source("texts", lambda seconds: [span for span in ran if span.end_s > clock - seconds])
+    page = live.Live([source], ["cpu:0", "cpu:1"], lambda: {"writing": len(ran)}, Limits(watchers=2))
+    watchers = [page._events(), page._events()]
+    for watcher in watchers:
+        assert told(await anext(watcher)) == {"backends": ["cpu:0", "cpu:1"], "sources": ["texts"]}
+    seen: list[list[Any]] = [[], []]
+    for step in range(40):
+        for split in range(2):
+            ran.append(Ran("compute", step, split, f"cpu:{split}", clock - 0.1, clock))
+        ran.append(Ran("wait", step, -1, "host", clock - 0.1, clock))
+        for watcher, spans in zip(watchers, seen, strict=True):
+            found = told(await anext(watcher))
+            assert set(found) == {"now", "spans", "writing"}
+            spans += found["spans"]
+    for watcher, spans in zip(watchers, seen, strict=True):
+        told_of = [(evaluation, split, backend) for _, evaluation, split, backend, _, _ in spans]
+        assert told_of == [(step, split, f"cpu:{split}") for step in range(len(told_of) // 2) for split in range(2)]
+        assert len(told_of) > 70
+        await watcher.aclose()
+
+
+async def test_how_many_watch() -> None:
+    page = live.Live([], [], dict, Limits(watchers=1))
+    watcher = page._events()
+    await anext(watcher)
+    with pytest.raises(ApiError, match="1 pages watch already"):
+        await page.live(None)  # type: ignore[arg-type]
+    page.close()
+    assert [event async for event in watcher] == []

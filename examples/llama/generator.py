@@ -24,6 +24,7 @@ class Counts:
 
     Attributes:
         prompt_tokens: tokens of prompts that were read.
+        tokens: tokens that were written, the one that ended a text included.
         decode_steps: steps that wrote a token of every active row of a group.
         compiled_steps: steps that were traced and compiled.
         writing: texts that have a row now.
@@ -32,6 +33,7 @@ class Counts:
     """
 
     prompt_tokens: int
+    tokens: int
     decode_steps: int
     compiled_steps: int
     writing: int
@@ -246,6 +248,7 @@ class Generator:
         """What has been done so far."""
         return Counts(
             prompt_tokens=sum(group.n_prompt_tokens for group in self._groups),
+            tokens=sum(group.n_tokens for group in self._groups),
             decode_steps=sum(group.n_steps for group in self._groups),
             compiled_steps=self._graphs.n_made,
             writing=sum(group.n_writing for group in self._groups),

@@ -99,12 +99,14 @@ class Group:
     Attributes:
         n_steps: decode steps so far.
         n_prompt_tokens: tokens of prompts that were read.
+        n_tokens: tokens that were written.
     """
 
     def __init__(self, state: ap.State, graphs: Graphs, waiting: deque[Request]) -> None:
         self.state = state
         self.n_steps = 0
         self.n_prompt_tokens = 0
+        self.n_tokens = 0
         self._graphs = graphs
         self._waiting = waiting
         self._given: deque[Request] = deque()
@@ -206,6 +208,7 @@ class Group:
 
     def _push(self, i: int, row: _Row, token: int) -> None:
         row.token = token
+        self.n_tokens += 1
         if not row.request.push(token):
             self._rows[i] = None
         elif row.n_read >= self._graphs.n_ctx:

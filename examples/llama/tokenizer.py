@@ -6,6 +6,7 @@ Two kinds of vocabulary are understood: byte-level BPE as of GPT-2 and SmolLM2, 
 from __future__ import annotations
 
 import codecs
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from .gguf_file import File, read_file
 from .weights import model_path
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from tokenizers import Tokenizer as Encoder
 
 __all__ = ["Detokenizer", "Tokenizer"]
@@ -142,11 +144,7 @@ class Tokenizer:
     def chat_text(self, messages: Sequence[Mapping[str, str]], answer: bool = True) -> str:
         """The text of which `chat` gives the token ids."""
         import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        template = self._fields.get("tokenizer.chat_template")
-        if not isinstance(template, str):
-            raise ValueError(f"{self._path}: it has no chat template; encode a prompt of your own instead")
         for message in messages:
             if not isinstance(message, Mapping) or not all(
                 isinstance(message.get(k), str) for k in ("role", "content")
@@ -154,6 +152,21 @@ class Tokenizer:
                 raise ValueError(f"got the message {message!r}, but each needs the texts 'role' and 'content'")
         if not messages:
             raise ValueError("got no messages, but a chat needs one at least")
+        given = {"messages": [dict(m) for m in messages], "add_generation_prompt": answer, **self._names}
+        try:
+            return self._template.render(given)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise ValueError(f"{self._path}: its chat template does not accept these messages: {error}") from error
+
+    @functools.cached_property
+    def _template(self) -> Template:
+        """The file's, compiled, which takes longer than all the rest of a chat."""
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        template = self._fields.get("tokenizer.chat_template")
+        if not isinstance(template, str):
+            raise ValueError(f"{self._path}: it has no chat template; encode a prompt of your own instead")
 
         def raise_exception(reason: str) -> None:
             raise jinja2.TemplateError(reason)
@@ -161,11 +174,7 @@ class Tokenizer:
         # The template comes from a file of unknown origin; these options are the ones it was written for.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = raise_exception
-        given = {"messages": [dict(m) for m in messages], "add_generation_prompt": answer, **self._names}
-        try:
-            return environment.from_string(template).render(given)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise ValueError(f"{self._path}: its chat template does not accept these messages: {error}") from error
+        return environment.from_string(template)
 
     def _field(self, name: str) -> Any:
         return self._fields.get(f"tokenizer.ggml.{name}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import aiopipe as ap
+
 from .chat import Chat
 from .embeddings import Embeddings
 from .errors import ApiError, handlers
 from .limits import Limits
+from .live import Live, Ran, Source
 from .metrics import Metrics, Value, Values
 from .models import Models
 from .texts import Texts
@@ -56,12 +60,14 @@ class Service:
         self.embeddings: Embeddings | None = None
         self._closing = False
         self._began_s = time.time()
-        self._names = []
+        self._names: list[str] = []
+        self.live = Live(*_watched(models), self._now, limits)
         routes = [
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
             Route("/metrics", self._show_metrics),
+            Route("/live", self.live.live),
             Route("/", self._page),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
@@ -89,7 +95,7 @@ class Service:
     def close(self) -> None:
         """Let nobody in any more; what has begun goes on."""
         self._closing = True
-        for part in (self.texts, self.embeddings):
+        for part in (self.texts, self.embeddings, self.live):
             if part is not None:
                 part.close()
 
@@ -122,6 +128,19 @@ class Service:
     async def _page(self, request: Request) -> Response:
         return Response((STATIC / "index.html").read_bytes(), media_type="text/html", headers=SAFE)
 
+    def _now(self) -> dict[str, Any]:
+        """What the page is told besides what ran."""
+        if self.texts is None:
+            return {"writing": 0, "rows": 0, "waiting": 0, "tokens": 0}
+        generator = self.texts.generator
+        found = generator.statistics()
+        return {
+            "writing": found.writing,
+            "rows": generator.n_rows,
+            "waiting": found.waiting,
+            "tokens": found.tokens,
+        }
+
     def _values(self) -> Iterator[Value]:
         """What there is now, for `/metrics`."""
         if self.texts is not None:
@@ -129,12 +148,31 @@ class Service:
             texts = {"writing": found.writing, "waiting": found.waiting}
             yield Value("aiopipe_texts", "Texts, by what they do.", "gauge", texts, "state")
             yield Value("aiopipe_decode_steps", "Steps of all rows.", "counter", {"": found.decode_steps})
+            busy = found.scheduler.busy_s
+            yield Value("aiopipe_busy_seconds", "How long each device wrote texts.", "counter", busy, "device")
         if self.embeddings is not None:
             batches = self.embeddings.batcher.statistics()
             yield Value("aiopipe_embeddings_waiting", "Texts that wait to be embedded.", "gauge", {"": batches.waiting})
             yield Value("aiopipe_embeddings_rows", "Texts that were embedded.", "counter", {"": batches.rows})
             yield Value("aiopipe_embeddings_batches", "Batches of them.", "counter", {"": batches.batches})
             yield Value("aiopipe_embeddings_padding", "Share of them that is padding.", "gauge", {"": batches.padding})
+
+
+def _watched(models: Models) -> tuple[list[Source], list[str]]:
+    """Whose work the page shows, and the names of the devices."""
+    schedulers: dict[str, ap.Scheduler] = {}
+    if models.generator is not None:
+        schedulers["texts"] = models.generator.scheduler
+    if models.pipe is not None:
+        schedulers["embeddings"] = models.pipe.scheduler
+    names = dict.fromkeys(backend.name for found in schedulers.values() for backend in found.backends)
+    return [Source(name, partial(_recent, found)) for name, found in schedulers.items()], list(names)
+
+
+def _recent(scheduler: ap.Scheduler, seconds: float) -> Sequence[Ran]:
+    """What it ran lately; nothing where schedulers keep no timeline, and then the lanes stay empty."""
+    timeline = getattr(scheduler, "timeline", None)
+    return () if timeline is None else timeline.recent(seconds).spans
 
 
 class Observed:

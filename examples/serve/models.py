@@ -55,13 +55,14 @@ class Models:
 
     Attributes:
         generator, tokenizer: write texts.
-        batcher, embed_tokenizer: embed them.
+        pipe, batcher, embed_tokenizer: embed them.
         width: of an embedding.
         max_input: tokens of a text to embed at most.
     """
 
     generator: Generator | None = None
     tokenizer: Tokenizer | None = None
+    pipe: ap.Pipeline | None = None
     batcher: ap.Batcher | None = None
     embed_tokenizer: Any = None
     width: int = 0
@@ -123,8 +124,8 @@ async def open_generator(
 @asynccontextmanager
 async def open_embeddings(
     loaded: tuple[minilm.Config, minilm.Params] | None, backends: Sequence[ap.Backend], sizes: Sizes, max_queue: int
-) -> AsyncIterator[tuple[ap.Batcher, Any, int]]:
-    """A sentence encoder on these backends, with every size compiled; its tokenizer, and the width of its embeddings.
+) -> AsyncIterator[Models]:
+    """A sentence encoder on these backends, with every size compiled.
 
     Args:
         loaded: as `minilm.model.load` returns it; the installed MiniLM when None.
@@ -153,4 +154,10 @@ async def open_embeddings(
         ) as batcher,
     ):
         await batcher.prepare(Progress("compiling the sentence encoder"))
-        yield batcher, tokenizer, config.d_model
+        yield Models(
+            pipe=pipe,
+            batcher=batcher,
+            embed_tokenizer=tokenizer,
+            width=config.d_model,
+            max_input=sizes.lengths[-1],
+        )

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,8 @@ async def open_service(
         for backend in backends:
             stack.push_async_callback(backend.aclose)
         generator, tokenizer = await stack.enter_async_context(open_generator(model, backends, sizes, split))
-        models = Models(generator, tokenizer)
+        models = Models()
         if embeddings:
-            opened = open_embeddings(encoder, backends, sizes, limits.rows)
-            batcher, embed_tokenizer, width = await stack.enter_async_context(opened)
-            models = Models(generator, tokenizer, batcher, embed_tokenizer, width, sizes.lengths[-1])
+            models = await stack.enter_async_context(open_embeddings(encoder, backends, sizes, limits.rows))
+        models = replace(models, generator=generator, tokenizer=tokenizer)
         yield Service(models, chat_name=chat_name, embed_name=EMBED_NAME, limits=limits)
