@@ -270,7 +270,7 @@ class TestMemory:
         errors = [RuntimeError("RESOURCE_EXHAUSTED: out"), MemoryError("RESOURCE_EXHAUSTED"), ValueError("no")]
         monkeypatch.setattr(cpu, "upload", lambda *_: (_ for _ in ()).throw(errors.pop(0)))
         for _ in range(2):
-            with pytest.raises(ap.AllocationError, match=r"on 'cpu:0' for weight 'w' float32\[4\] of 16 b") as caught:
+            with pytest.raises(ap.AllocationError, match=r"on 'cpu:0' for 'w' float32\[4\] of 16 b") as caught:
                 await ap.place({"w": np.ones(4, np.float32)}, {"*": cpu})
             assert (caught.value.backend, caught.value.asked_nbytes) == ("cpu:0", 16)
         with pytest.raises(ValueError, match="no"):  # anything else as it is
