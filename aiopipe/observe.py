@@ -233,7 +233,9 @@ class Observation:
                     f"the eval callback returned {type(answer).__name__} for {tensor.name!r} with ask={ask}: "
                     "expected True or False"
                 )
-        except Exception as raised:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as raised:
             cause = raised.with_traceback(_beyond_this_file(raised))
         else:
             if self._dropped:  # cancelled by the callback, or one that did not let itself be cancelled
@@ -284,11 +286,11 @@ class Observation:
         future: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
-            error: Exception | None = None
+            error: BaseException | None = None
             if not self._dropped:
                 try:
                     job()
-                except Exception as raised:
+                except BaseException as raised:  # the lane's thread must not end with it
                     error = raised
             self._post(future.set_result, error)
 

@@ -35,6 +35,7 @@ class Run:
         "released",
         "state",
         "taken",
+        "timer",
         "values",
     )
 
@@ -52,6 +53,7 @@ class Run:
         self.broken = False  # launching raised, when it may have taken over memory of the state
         self.ends: dict[int, float] = {}
         self.observation: Any = None
+        self.timer: asyncio.TimerHandle | None = None  # its deadline
         self.admitted: asyncio.Future[None] | None = None
         self.released: Event | None = None
         self.events: list[Event] | None = None

@@ -27,7 +27,7 @@ async def stream_in_order(
         window: how many evaluations to keep in flight.
 
     Leaving the loop early cancels what is in flight, submits nothing more, and closes `batches` if
-    it is an async generator.
+    it is an async generator; what that raises is raised here.
     """
     if isinstance(batches, AsyncIterable):
         source = _read_ahead(submit, batches, window)
@@ -85,7 +85,7 @@ async def _read_ahead(submit: Submit, batches: AsyncIterable[Any], window: int) 
             yield result
         await reader  # raises what the batches or a submit raised
     finally:
-        reader.cancel()
+        reading = reader.cancel()
         try:
             await asyncio.wait([reader])
         finally:  # also when cancelled a second time
@@ -93,3 +93,5 @@ async def _read_ahead(submit: Submit, batches: AsyncIterable[Any], window: int) 
                 evaluation = pending.get_nowait()
                 if evaluation is not None:
                     evaluation.cancel()
+        if reading and not reader.cancelled():
+            reader.result()  # raises what closing the batches raised

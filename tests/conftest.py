@@ -68,6 +68,15 @@ def happens_before() -> Iterator[Any]:
     known.check()
 
 
+@pytest.fixture(scope="session")
+def serve_host() -> Iterator[Any]:
+    """A process that opens servers over small models, for all tests of them: `serving.Host`."""
+    from serving import hosting  # here, as other tests do without its packages
+
+    with hosting() as host:
+        yield host
+
+
 # Blocking calls ----------------------------------------------------------------------------------
 
 blocking_calls: list[str] = []

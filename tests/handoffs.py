@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import random
 import selectors
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ class Schedule(Protocol):
     errors: list[BaseException]
     now: float
     over: bool
+    rng: random.Random
 
     @property
     def on_loop(self) -> bool: ...
@@ -39,8 +41,6 @@ class Schedule(Protocol):
 
     def select(self, timeout: float | None) -> None: ...
 
-    def posted(self) -> None: ...
-
     def timer(self, when: float) -> None: ...
 
 
@@ -49,7 +49,9 @@ class SeededLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        super().__init__(_Selector(schedule))
+        self._polled = _Selector(schedule)
+        self._bells = schedule.rng.random() < 0.5
+        super().__init__(self._polled)
         self.set_exception_handler(self._report)
 
     def time(self) -> float:
@@ -62,8 +64,17 @@ class SeededLoop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:
         known = self._schedule.known.sent()
         handle = super().call_soon_threadsafe(self._turn, callback, args, known, context=context)
-        self._schedule.posted()
+        self._schedule.point("wake")
         return handle
+
+    def rings(self) -> bool:
+        """Whether some descriptor is ready: that of this loop which others wake it by, or a mailbox's."""
+        return self._polled.rings()
+
+    def add_reader(self, fd: Any, callback: Any, *args: Any) -> Any:
+        if not self._bells:
+            raise NotImplementedError("as loops that watch no descriptors")
+        return super().add_reader(fd, callback, *args)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
         self._schedule.timer(when)
@@ -88,6 +99,9 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
         self._schedule.select(timeout)
         return super().select(0)
 
+    def rings(self) -> bool:
+        return bool(super().select(0))
+
 
 class Thread(threading.Thread):
     def __init__(self, schedule: Schedule, **options: Any) -> None:
@@ -97,6 +111,8 @@ class Thread(threading.Thread):
         self._known = 0
 
     def start(self) -> None:
+        if self._seen_as is not None:
+            raise RuntimeError("threads can only be started once")
         self._seen_as = self._schedule.enlist(self.name)
         self._known = self._schedule.known.sent()
         super().start()

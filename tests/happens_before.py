@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -241,7 +242,7 @@ class HappensBefore:
     def _captured(self, loaded: Loaded, copy_id: int) -> None:
         memory = self._memories[id(loaded._staging._slots), copy_id]
         memory.written = self.event(f"the capture in {memory.name}")
-        for buffer in loaded._staging.buffers[copy_id]:
+        for buffer in chain.from_iterable(loaded._staging.buffers.get(copy_id, ())):
             if buffer is not None and id(buffer) not in self._memory_of:
                 self._memory_of[id(buffer)] = memory
                 memory.kept.append(buffer)

@@ -47,7 +47,7 @@ FILES = frozenset(
     str(Path(_threads.__file__).parent / name)
     for name in (
         "backend.py closing.py completion.py evaluation.py events.py lane_pool.py lanes.py mailbox.py "
-        "observe.py queue.py run.py runner.py staging.py statistics.py sched/launch.py"
+        "observe.py queue.py run.py runner.py staging.py statistics.py watcher.py sched/launch.py"
     ).split()
 )
 """What runs on several threads, or on the loop while they do."""
@@ -118,7 +118,6 @@ class Schedule:
         self._n_named: collections.Counter[str] = collections.Counter()
         self._stuck: str | None = None
         self._arrivals: list[asyncio.Future[None]] = []
-        self._posted = False
         self._timers: list[float] = []
         self._loop: SeededLoop | None = None
         self._main = self._me = self.enlist("loop")
@@ -296,18 +295,14 @@ class Schedule:
         if late:
             self.now = self._timers[0]
         self.point("pass")
-        if timeout == 0 or late or self._posted:
-            self._posted = False
-        elif self.wait("idle", lambda: self._posted or bool(self._arrivals), timeout):
-            if self._posted:
-                self._posted = False
-            else:
-                self._arrive()
+        if timeout == 0 or late or not self.wait("idle", lambda: bool(self._arrivals) or self._rings(), timeout):
+            return
+        if not self._rings():
+            self._arrive()
 
-    def posted(self) -> None:
-        """Another thread has woken the loop."""
-        self._posted = True
-        self.point("wake")
+    def _rings(self) -> bool:
+        """Whether another thread has woken the loop."""
+        return self._loop is not None and self._loop.rings()
 
     def timer(self, when: float) -> None:
         heapq.heappush(self._timers, when)
@@ -330,7 +325,7 @@ def play(program: Callable[[Schedule], Coroutine[Any, Any, None]], schedule: Sch
             loop.run_until_complete(loop.shutdown_asyncgens())
             schedule.finish()
         except BaseException as error:
-            _wreckage.append((schedule, loop, asyncio.all_tasks(loop)))  # closing what is stuck would only add noise
+            _wreckage.append((schedule, loop, asyncio.all_tasks(loop), error))  # collecting it would only add noise
             if schedule.known.violations:
                 raise AssertionError(schedule.known.report()) from error
             raise

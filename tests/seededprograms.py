@@ -132,11 +132,11 @@ def inputs_of(graph: Graph, k: int) -> list[Any]:
     return [array(10 * k + i).astype(tensor.dtype) for i, tensor in enumerate(graph.inputs)]
 
 
-async def compute(world: World, sched: ap.Scheduler, graph: Graph, k: int) -> ap.Evaluation:
+async def compute(sched: ap.Scheduler, graph: Graph, k: int, **options: Any) -> ap.Evaluation:
     """Submit, and overwrite the inputs as soon as that has returned."""
     values = inputs_of(graph, k)
     try:
-        return await sched.graph_compute_async(graph, *values)
+        return await sched.graph_compute_async(graph, *values, **options)
     finally:
         for x in values:
             x[:] = -1
@@ -162,7 +162,7 @@ async def submitting(w: World) -> None:
 
     async def client(k: int, how: str) -> None:
         await w.arrival()
-        run = await compute(w, sched, graph, k)
+        run = await compute(sched, graph, k)
         await w.arrivals(w.rng.randint(0, 1))
         if how == "events":
             for event in [*run.events, run.event]:
@@ -187,7 +187,7 @@ async def cancelling(w: World) -> None:
 
     async def client(k: int) -> None:
         await w.arrival()
-        check(graph, k, await (await compute(w, sched, graph, k)))
+        check(graph, k, await (await compute(sched, graph, k)))
 
     async def cancelled(k: int) -> None:
         await w.arrival()
@@ -200,7 +200,7 @@ async def cancelling(w: World) -> None:
 
     async def dropped(k: int) -> None:
         await w.arrival()
-        run = await compute(w, sched, graph, k)
+        run = await compute(sched, graph, k)
         await w.arrivals(w.rng.randint(0, 2))
         was_done = run.done()
         assert run.cancel() is not was_done
@@ -213,6 +213,26 @@ async def cancelling(w: World) -> None:
 
     kinds = [w.rng.choice((client, cancelled, dropped)) for _ in range(7)]
     await all_of([kind(k) for k, kind in enumerate(kinds)])
+    await w.close(sched)
+
+
+@program()
+async def hurrying(w: World) -> None:
+    """Some have a deadline: they are done in time, or told that they are not."""
+    n = w.rng.randint(1, 3)
+    sched = scheduler(w, n)
+    graph = await graph_on(w, sched, n)
+
+    async def client(k: int, deadline: float) -> None:
+        await w.arrival()
+        run = await compute(sched, graph, k, deadline=deadline)
+        await w.arrivals(w.rng.randint(0, 1))
+        try:
+            check(graph, k, await run)
+        except ap.DeadlineExceeded:
+            assert deadline < 1 and run.failed
+
+    await all_of([client(k, w.rng.choice((0.0, 0.1, 0.5, math.inf))) for k in range(7)])
     await w.close(sched)
 
 
@@ -230,7 +250,7 @@ async def failing(w: World) -> None:
         await w.arrival()
         if fails:
             bad.add(1000 * 10 * k)
-        run = await compute(w, sched, graph, k)
+        run = await compute(sched, graph, k)
         await w.arrivals(w.rng.randint(0, 1))
         if leaves:
             await run.event.wait()
@@ -275,7 +295,7 @@ async def aborting(w: World) -> None:
     async def client(k: int, callback: Any) -> None:
         await w.arrival()
         sched.set_eval_callback(callback)
-        run = await compute(w, sched, graph, k)
+        run = await compute(sched, graph, k)
         if w.rng.random() < 0.3:
             await w.arrival()
             run.cancel()
@@ -334,7 +354,7 @@ async def closing(w: World) -> None:
     async def client(k: int) -> None:
         await w.arrival()
         try:
-            run = await compute(w, sched, graph, k)
+            run = await compute(sched, graph, k)
         except ap.BackendClosedError:
             assert sched._runner.closed
             return
@@ -422,7 +442,7 @@ async def two_schedulers(w: World) -> None:
     async def client(k: int) -> None:
         await w.arrival()
         sched, graph = w.rng.choice(scheds), w.rng.choice(graphs)
-        run = await compute(w, sched, graph, k)
+        run = await compute(sched, graph, k)
         if w.rng.random() < 0.2:
             await w.arrival()
             run.cancel()
@@ -491,20 +511,25 @@ async def by_hand(w: World) -> None:
 
 @program("lanes")
 async def mailing(w: World) -> None:
-    """Several threads leave messages for the loop; all are read, those of one thread in order."""
+    """Threads leave messages for the loop, some wait for each to be read; all are, those of one thread in order."""
     box, got = Mailbox(), list[tuple[int, int]]()
     box.bind(asyncio.get_running_loop())
-    n, each = w.rng.randint(1, 3), 4
+    n, each = w.rng.randint(1, 3), 5
+    waits = [w.rng.random() < 0.7 for _ in range(n)]
     done = asyncio.get_running_loop().create_future()
 
-    def read(sender: int, k: int) -> None:
+    def read(sender: int, k: int, told: Any) -> None:
         got.append((sender, k))
+        told.set()
         if len(got) == n * each:
             done.set_result(None)
 
     def send(sender: int) -> None:
         for k in range(each):
-            box.post(read, sender, k)
+            told = _threads.Event()
+            box.post(read, sender, k, told)
+            if waits[sender]:
+                told.wait()
 
     await all_of([_threads.in_thread(functools.partial(send, sender), f"sender {sender}") for sender in range(n)])
     await done

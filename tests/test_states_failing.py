@@ -38,6 +38,21 @@ def zeros(n: int) -> ap.State:
     return ap.State([np.zeros(SPEC[0], np.int64) for _ in range(n)])
 
 
+async def test_a_key_without_a_value_cannot_begin_a_state() -> None:
+    def draw(w: Any, key: Any, x: Any) -> tuple[Any, Any]:
+        key, used = jax.random.split(key)
+        return jax.random.normal(used, x.shape) + x, key
+
+    kind = jax.eval_shape(lambda: jax.random.key(0))
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        graph = ap.trace(draw, (), np.zeros(3, np.float32), state=kind)
+        with pytest.raises(ap.StateError, match=r"'state' key<fry>\[\] has no value, and a key cannot begin with"):
+            await sched.graph_compute(graph, np.zeros(3, np.float32), state=ap.State(kind))
+        state = ap.State(jax.random.key(0))
+        first = np.asarray(await sched.graph_compute(graph, np.zeros(3, np.float32), state=state))
+        assert (first != np.asarray(await sched.graph_compute(graph, np.zeros(3, np.float32), state=state))).all()
+
+
 def by_hand(n: int, inputs: list[Any]) -> list[Any]:
     state, results = [np.zeros(SPEC[0], np.int64) for _ in range(n)], []
     for x in inputs:

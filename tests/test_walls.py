@@ -19,11 +19,12 @@ FOLDER = Path(__file__).resolve().parent.parent / PACKAGE
 # Lowest first. A file imports only from rows above its own. A package's own `__init__` goes by the package's name.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "devices", "sched", "_threads", "_jax_settings"),
-    ("graph", "events", "comparison", "handle", "lanes"),
-    ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types"),
+    ("graph", "events", "comparison", "handle", "lanes", "batching"),
+    ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types", "batch_tally"),
+    ("_jax_move",),
     ("_arguments", "buffer", "graph_plan", "_jax"),
     ("_jaxpr", "_jax_export", "_specs", "fetch", "tensor_range"),
-    ("_jax_cost", "_jax_lift", "sched.assign_check", "_jax_memory", "tensor_moves"),
+    ("_jax_cost", "_jax_lift", "sched.assign_check", "_jax_memory", "tensor_moves", "batch_request"),
     ("tensor_io",),
     ("trace", "backend", "streaming", "devices.clock", "devices.simops", "sched.decided", "sched.partition"),
     ("registry", "state"),
@@ -33,18 +34,19 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("devices.ray", "statistics", "sched.alloc", "sched.lower"),
     ("sched.plan_text",),
     ("sched.plan_dot",),
-    ("devices.sim", "sched.plan", "sched.state"),
-    ("sched.launch", "staging"),
+    ("devices.sim", "sched.plan", "sched.stimuli"),
+    ("sched.launch", "sched.state", "staging"),
     ("loader",),
     ("completion", "mailbox"),
     ("run",),
-    ("observe",),
+    ("observe", "watcher"),
     ("runner", "by_hand"),
     ("plans",),
-    ("states", "closing"),
+    ("states", "closing", "counts"),
     ("sched.scheduler",),
     ("placement", "timeline"),
     ("pipeline", "compare"),
+    ("batcher",),
     ("",),
     ("cli",),
 )
@@ -55,13 +57,13 @@ CONCURRENCY = frozenset(
     "_thread anyio asyncio concurrent multiprocessing queue selectors signal socket subprocess threading".split()
 )
 TRACING = frozenset(
-    "_arguments _jax _jax_cost _jax_export _jax_lift _jax_memory _jax_settings _jax_source _jax_types _jaxpr _specs "
-    "trace".split()
+    "_arguments _jax _jax_cost _jax_export _jax_lift _jax_memory _jax_move _jax_settings _jax_source _jax_types _jaxpr "
+    "_specs trace".split()
 )
-PURE = TRACING | {"errors", "graph", "graph_builder", "devices.base"}
+PURE = TRACING | {"errors", "graph", "graph_builder", "devices.base", "batching", "batch_tally"}
 SCHEDULING = tuple(
-    "sched by_hand closing completion lane_pool loader observe plans run runner staging states statistics "
-    "streaming".split()
+    "sched by_hand closing completion counts lane_pool loader observe plans run runner staging states statistics "
+    "streaming watcher".split()
 )
 IMPURE_SCHED = frozenset({"sched.scheduler"})
 
@@ -72,8 +74,8 @@ SHARED_IN = frozenset({"_threads", "devices.ray", "devices.remote", "devices.rem
 
 # Only these know JAX, and only `_jax` what differs between its versions.
 JAX_PRIVATE = ("jax.extend", "jax._src", "jaxlib")
-JAX_PRIVATE_IN = frozenset({"_jax"})
-JAX_IN = TRACING | {"devices.xla", "fetch", "placement", "pipeline", "state", "states"}
+JAX_PRIVATE_IN = frozenset({"_jax", "_jax_move"})
+JAX_IN = TRACING | {"devices.xla", "fetch", "placement", "pipeline", "state", "states", "batcher", "batch_request"}
 
 # `ml_dtypes` comes with JAX, which cannot do without it.
 CORE_DEPENDENCIES = frozenset({"anyio", "jax", "jaxlib", "ml_dtypes", "numpy"})

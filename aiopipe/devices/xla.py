@@ -139,6 +139,7 @@ class XlaBackend(Backend):
     def __init__(self, device: XlaDevice, *, dispatch: Dispatch = "auto") -> None:
         super().__init__(device.name, device, dispatch=dispatch)
         self.jax_device = device.jax_device
+        self._sharding = _jax.sharding_of(device.jax_device)
         self._aliases_host = device.props.aliases_host
         self._view_nbytes = device.props.view_nbytes
         self._completion = ThreadLane(f"{self.name}-completion")
@@ -174,32 +175,42 @@ class XlaBackend(Backend):
 
     def transfer(self, values: Sequence[Any]) -> Sequence[Any]:
         """Views of ready values where memory is shared; else asynchronous copies. Waits for those of other machines."""
-        out: list[Any] = [value.numpy() if isinstance(value, Handle) else value for value in values]
+        out = list(values)
         moving: list[int] = []
+        in_place = self._aliases_host
         for i, value in enumerate(out):
-            if self._aliases_host:
-                kind = type(value)
-                if kind is np.ndarray:
+            kind = type(value)
+            if kind is _jax.ArrayImpl:
+                if value.sharding is self._sharding:
+                    continue  # here already, as what `show` shows
+                if in_place and _jax.platform_of(value) == "cpu" and value.is_ready():
+                    view = np.asarray(value)
+                    if view.nbytes <= self._view_nbytes:
+                        out[i] = view
+                        continue
+            elif kind is np.ndarray:
+                if in_place:
                     continue  # the compiled call reads it in place
-                if (
-                    kind is _jax.ArrayImpl
-                    and _jax.platform_of(value) == "cpu"
-                    and value.is_ready()
-                    and (view := np.asarray(value)).nbytes <= self._view_nbytes
-                ):
-                    out[i] = view
+            elif isinstance(value, Handle):
+                out[i] = value.numpy()
+                if in_place:
                     continue
             moving.append(i)
         if moving:
             sources = [out[i] for i in moving]
             with _jax.wide_context(sources):
-                moved = _jax.put(sources, self.jax_device)
-            for i, value in zip(moving, moved, strict=True):
-                out[i] = value
+                if len(moving) == 1:
+                    out[moving[0]] = _jax.put_one(sources[0], self.jax_device)
+                else:
+                    for i, value in zip(moving, _jax.put(sources, self.jax_device), strict=True):
+                        out[i] = value
         return out
 
     def all_ready(self, values: Sequence[Any]) -> bool:
-        return all(_jax.is_ready(value) for value in values)
+        for value in values:  # no generator: this is asked in every evaluation
+            if not _jax.is_ready(value):
+                return False
+        return True
 
     def error_of(self, values: Sequence[Any]) -> BaseException | None:
         return _wait(values)
@@ -222,6 +233,14 @@ class XlaBackend(Backend):
         raw = np.empty(tensor.nbytes + 64, np.uint8)
         start = -raw.ctypes.data % 64
         return raw[start : start + tensor.nbytes].view(dtype).reshape(tensor.shape)
+
+    def show(self, buffer: Any) -> Any:
+        """An array of JAX that is the buffer's memory, where there can be one."""
+        if not self._aliases_host or type(buffer) is not np.ndarray:
+            return buffer
+        with _jax.wide_context((buffer,)):
+            shown = _jax.show(buffer, self.jax_device)
+        return buffer if shown is None else shown
 
     def accepts(self, value: Any) -> bool:
         """Whether it is an array of this client; other clients' arrays are read by way of the host."""
