@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ class HappensBefore:
         self.violations: list[str] = []
         self.told = 0  # all that some thread knows devices to be done with
         self.n_checked = 0
-        self._names: list[str] = []
+        self.names: list[str] = []
         self._known: dict[int, int] = {}
         self._fresh: dict[int, int] = {}
         self._newest: dict[int, dict[str, int]] = {}  # by thread and device
@@ -116,14 +117,17 @@ class HappensBefore:
 
     def check(self) -> None:
         """Raise `AssertionError` where a rule was broken."""
-        assert not self.violations, "\n".join(["not ordered by anything:", *self.violations[:5]])
+        assert not self.violations, self.report()
+
+    def report(self) -> str:
+        return "\n".join(["not ordered by anything:", *self.violations[:5]])
 
     def _bit(self, name: str) -> int:
-        self._names.append(name)
-        return 1 << (len(self._names) - 1)
+        self.names.append(name)
+        return 1 << (len(self.names) - 1)
 
     def _describe(self, mask: int) -> str:
-        names = [name for i, name in enumerate(self._names) if mask >> i & 1]
+        names = [name for i, name in enumerate(self.names) if mask >> i & 1]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     # -- devices --------------------------------------------------------------------------------
@@ -238,7 +242,7 @@ class HappensBefore:
     def _captured(self, loaded: Loaded, copy_id: int) -> None:
         memory = self._memories[id(loaded._staging._slots), copy_id]
         memory.written = self.event(f"the capture in {memory.name}")
-        for buffer in loaded._staging.buffers[copy_id]:
+        for buffer in chain.from_iterable(loaded._staging.buffers.get(copy_id, ())):
             if buffer is not None and id(buffer) not in self._memory_of:
                 self._memory_of[id(buffer)] = memory
                 memory.kept.append(buffer)

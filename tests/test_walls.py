@@ -67,6 +67,11 @@ SCHEDULING = tuple(
 )
 IMPURE_SCHED = frozenset({"sched.scheduler"})
 
+# What one thread leaves for another or waits with is made by the names in `_threads`, for `schedules.py` to stand in.
+# Those of other machines wait for another process, whose order nobody here can choose.
+SHARED = frozenset("Barrier Condition Event Lock RLock Semaphore SimpleQueue Thread Timer".split())
+SHARED_IN = frozenset({"_threads", "devices.ray", "devices.remote", "devices.remote_link"})
+
 # Only these know JAX, and only `_jax` what differs between its versions.
 JAX_PRIVATE = ("jax.extend", "jax._src", "jaxlib")
 JAX_PRIVATE_IN = frozenset({"_jax", "_jax_move"})
@@ -149,6 +154,27 @@ def test_file_keeps_to_its_place(module: str) -> None:
     assert not found, "\n".join(found)
     n_lines = len(source.splitlines())
     assert n_lines <= MAX_LINES, f"{FILES[module]} has {n_lines} lines, more than {MAX_LINES}: split it by idea"
+
+
+def shared_in(source: str) -> Iterator[str]:
+    """What a file makes of `threading` and `queue` itself."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in SHARED:
+            if node.value.id in ("threading", "queue"):
+                yield f"{node.value.id}.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and node.module in ("threading", "queue"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if alias.name in SHARED)
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_what_threads_share_has_one_place(module: str) -> None:
+    assert module in SHARED_IN or not list(shared_in(FILES[module].read_text(encoding="utf-8")))
+
+
+def test_what_threads_share_is_found() -> None:
+    assert list(shared_in("import threading\ndef f(): return threading.Lock()")) == ["threading.Lock"]
+    assert list(shared_in("from queue import Empty, SimpleQueue")) == ["queue.SimpleQueue"]
+    assert not list(shared_in("import threading\nthreading.get_ident()"))
 
 
 @pytest.mark.parametrize(
