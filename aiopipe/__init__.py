@@ -1,6 +1,8 @@
 """aiopipe: asyncio-native pipeline-parallel execution on JAX devices."""
 
 from .backend import Backend
+from .batch_tally import BatcherStatistics
+from .batcher import Batcher
 from .buffer import Buffer, tensor_view
 from .compare import compare_backends, graph_copy
 from .comparison import Comparison, NodeDifference
@@ -13,8 +15,11 @@ from .errors import (
     AllocationError,
     BackendClosedError,
     BackendLostError,
+    DeadlineExceeded,
     EvaluationAborted,
     EvaluationError,
+    OutOfMemoryError,
+    OverloadedError,
     PlacementError,
     ReplanError,
     StateError,
@@ -49,11 +54,14 @@ __all__ = [
     "Backend",
     "BackendClosedError",
     "BackendLostError",
+    "Batcher",
+    "BatcherStatistics",
     "Buffer",
     "BufferType",
     "BufferUsage",
     "Capabilities",
     "Comparison",
+    "DeadlineExceeded",
     "Device",
     "DeviceProps",
     "DeviceType",
@@ -68,6 +76,8 @@ __all__ = [
     "Handle",
     "Node",
     "NodeDifference",
+    "OutOfMemoryError",
+    "OverloadedError",
     "Pipeline",
     "PlacementError",
     "Plan",

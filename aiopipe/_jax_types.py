@@ -27,6 +27,7 @@ __all__ = [
     "nbytes_of",
     "sharding_of",
     "spec_of",
+    "struct",
     "type_key",
 ]
 
@@ -110,7 +111,8 @@ def is_ref(aval_or_value: Any) -> bool:
     return type(aval).__name__ == "AbstractRef" or type(aval_or_value).__name__ in ("Ref", "ArrayRef", "MutableArray")
 
 
-def _struct(shape: Sequence[int], dtype: Any, *, weak: bool = False, sharding: Any = None) -> jax.ShapeDtypeStruct:
+def struct(shape: Sequence[int], dtype: Any, *, weak: bool = False, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """A `jax.ShapeDtypeStruct`, typed."""
     make: Any = jax.ShapeDtypeStruct  # untyped in some versions of JAX
     made: jax.ShapeDtypeStruct = make(tuple(shape), dtype, weak_type=weak, sharding=sharding)
     return made
@@ -118,7 +120,7 @@ def _struct(shape: Sequence[int], dtype: Any, *, weak: bool = False, sharding: A
 
 def aval_of(tensor: Tensor, device: jax.Device | None = None) -> jax.ShapeDtypeStruct:
     """Shape and type of a tensor as JAX takes them, committed to `device` if one is given."""
-    return _struct(tensor.shape, dtype_of(tensor.dtype), sharding=None if device is None else sharding_of(device))
+    return struct(tensor.shape, dtype_of(tensor.dtype), sharding=None if device is None else sharding_of(device))
 
 
 def spec_of(value: Any, name: str = "value") -> jax.ShapeDtypeStruct:
@@ -138,7 +140,7 @@ def spec_of(value: Any, name: str = "value") -> jax.ShapeDtypeStruct:
     if isinstance(value, jax.ShapeDtypeStruct):
         return value
     if is_scalar(value):
-        return _struct((), dtype_of(canonical_dtype(value)), weak=not isinstance(value, bool))
+        return struct((), dtype_of(canonical_dtype(value)), weak=not isinstance(value, bool))
     if isinstance(value, jax.core.Tracer):
         raise TraceError(
             f"{name!r} is a tracer of a jax transformation, expected an array: call this outside jit and grad"
@@ -150,7 +152,7 @@ def spec_of(value: Any, name: str = "value") -> jax.ShapeDtypeStruct:
         if isinstance(value, (jax.Array, Handle)):
             _check_wide(dtype_name(value.dtype), name)
         weak = bool(getattr(value, "weak_type", False))
-        return _struct(value.shape, dtype_of(canonical_dtype(value)), weak=weak)
+        return struct(value.shape, dtype_of(canonical_dtype(value)), weak=weak)
     raise TensorError(
         f"{name!r} is a {type(value).__name__}, expected an array, a scalar, a jax.ShapeDtypeStruct or a Tensor: "
         "close over what is no array, or part the two (equinox.partition, flax.nnx.split)"

@@ -5,6 +5,10 @@ called" or a segmentation fault. A pool of idle threads that nobody told to stop
 ever: after an event loop that Ctrl-C broke off, nobody does. So work runs in a thread that ends
 with it and that the interpreter waits for, as it would for a call of JAX in the main thread; and
 threads that serve a queue are closed at exit, if nobody has closed them before.
+
+The rest of aiopipe makes its threads, and all that one thread leaves for another or waits with, by
+the names here (``_threads.Lock()``), so that there is one place to put others in: `tests/schedules.py`
+has some that run one thread at a time, in an order of its choice.
 """
 
 from __future__ import annotations
@@ -12,15 +16,26 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextvars
-import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
 from typing import Any, Protocol, TypeVar
 
 from ._loops import running_loop
 
-__all__ = ["close_at_exit", "closing_s", "in_thread"]
+__all__ = [
+    "Event",
+    "Lock",
+    "SimpleQueue",
+    "Thread",
+    "close_at_exit",
+    "closing_s",
+    "deque",
+    "in_thread",
+]
 
 T = TypeVar("T")
 
@@ -77,7 +92,7 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
             if not loop.is_closed():  # a closed loop has nobody left to tell
                 raise
 
-    threading.Thread(target=work, name=f"aiopipe-{name}", daemon=False).start()
+    Thread(target=work, name=f"aiopipe-{name}", daemon=False).start()
     return await done
 
 

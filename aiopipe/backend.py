@@ -164,6 +164,13 @@ class Backend(TensorIO):
         """
         return None if tensor.dtype.startswith("key<") else np.empty(tensor.shape, dtype_of(tensor.dtype))
 
+    def show(self, buffer: Any) -> Any:
+        """What stands for a `host_buffer` wherever it is transferred here, also after it was written again.
+
+        Unless overridden the buffer itself. Whatever is cheaper to transfer will do, as long as it is the same memory.
+        """
+        return buffer
+
     def accepts(self, value: Any) -> bool:
         """Whether the value is an immutable handle that `transfer` takes as it is (so capturing it copies nothing)."""
         return False

@@ -88,4 +88,5 @@ class Closing:
         with anyio.move_on_after(timeout_s):
             for backend in self._opened:
                 await backend.aclose()
+        self._runner.hang_up()
         self._let_go()

@@ -56,7 +56,9 @@ class Event:
         for callback in callbacks:
             try:
                 callback(self)
-            except Exception as error:  # somebody's callback must not stop whoever tells the event
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # somebody's callback must not stop whoever tells the event
                 _report(self, error)
 
     def done(self) -> bool:
@@ -134,7 +136,7 @@ class Event:
         return f"<Event {self.name} {state}>"
 
 
-def _report(event: Event, error: Exception) -> None:
+def _report(event: Event, error: BaseException) -> None:
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

@@ -16,7 +16,7 @@ from ._threads import in_thread
 from .backend import Backend
 from .buffer import Buffer, held_value
 from .devices.base import BufferUsage
-from .errors import AllocationError, PlacementError
+from .errors import PlacementError
 from .graph import Kind, Tensor
 
 __all__ = ["Placement", "Target", "place", "place_under", "upload_weight"]
@@ -88,18 +88,8 @@ def upload_weight(path: str, leaf: Any, backends: Sequence[Backend]) -> Tensor:
         held = next((b for b in leaf.buffers if b.backend is backend), None) if isinstance(leaf, Tensor) else None
         if held is None:
             backend.check_room(tensor.nbytes)
-            try:
+            with backend.asking_for(tensor):
                 uploaded = backend.upload(value, tensor)
-            except (MemoryError, RuntimeError) as error:
-                if isinstance(error, AllocationError) or "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                limit = backend.device.props.memory_nbytes or 0
-                raise AllocationError(
-                    f"no room on {backend.name!r} for weight {tensor.describe()} of {tensor.nbytes} bytes",
-                    backend=backend.name,
-                    asked_nbytes=tensor.nbytes,
-                    available_nbytes=limit,
-                ) from error
             held = Buffer(backend, backend.device.buffer_types()[0], BufferUsage.WEIGHTS, tensor.nbytes, uploaded)
         buffers.append(held)
     return replace(tensor, buffers=tuple(buffers))

@@ -230,7 +230,7 @@ class Queue:
 
         try:
             self._owner.notify(values, tell)
-        except Exception as raised:
+        except BaseException as raised:
             tell(raised)
 
     def _settle(self, entry: _Entry, error: BaseException | None, inline: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .errors import ReplanError
 from .graph import Graph
 from .loader import Loaded
 from .plans import Plans
@@ -19,16 +18,14 @@ class Ready:
     Args:
         plans: of the scheduler.
         states: of the scheduler.
-        forbid_replan: only `load`, `reserve` and `alloc` may plan.
 
     Attributes:
         n_splits: of the graph that was planned last; 0 before the first.
     """
 
-    def __init__(self, plans: Plans, states: States, *, forbid_replan: bool) -> None:
+    def __init__(self, plans: Plans, states: States) -> None:
         self._plans = plans
         self._states = states
-        self._forbid_replan = forbid_replan
         self.n_splits = 0
 
     async def load(self, graph: Graph) -> Loaded:
@@ -57,21 +54,13 @@ class Ready:
         loaded = self._plans.get(graph)
         if state is None:
             if loaded is None:
-                self._forbid(graph)
+                self._plans.check_allowed(graph)
                 loaded = await self.load(graph)
         elif loaded is None or not self._states.fits(state, loaded):
-            self._forbid(graph, moved=loaded is not None and state.is_allocated)
+            self._plans.check_allowed(graph, moved=loaded is not None and state.is_allocated)
             loaded = self._noted(await self._states.prepare(state, graph))
         return loaded
 
     def _noted(self, loaded: Loaded) -> Loaded:
         self.n_splits = loaded.plan.n_splits
         return loaded
-
-    def _forbid(self, graph: Graph, *, moved: bool = False) -> None:
-        if self._forbid_replan and (moved or not self._plans.is_planned(graph)):
-            shapes = ", ".join(tensor.describe() for tensor in graph.inputs)
-            raise ReplanError(
-                f"graph {graph.name!r} for ({shapes}) would have to be planned, which forbid_replan=True does not "
-                "allow: call `await scheduler.alloc_graph(graph)` (or `reserve`) first, again after its pins change"
-            )

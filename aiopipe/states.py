@@ -166,5 +166,6 @@ def _upload(source: Any, tensor: Tensor, backend: Backend) -> Any:
             raise StateError(f"state {tensor.describe()} has no value, and a key cannot begin with zeros: give keys")
         source = backend.host_buffer(tensor)
         source[...] = np.zeros((), source.dtype)
-    value = backend.upload(source, tensor)
-    return backend.duplicate(value, tensor) if value is source else value
+    with backend.asking_for(tensor):
+        value = backend.upload(source, tensor)
+        return backend.duplicate(value, tensor) if value is source else value

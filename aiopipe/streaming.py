@@ -34,7 +34,8 @@ async def stream_in_order(
         window: how many evaluations to keep in flight.
 
     Leaving the loop early cancels what is in flight, submits nothing more, and closes `batches` if
-    it is an async generator; it waits for that, also where it is cancelled, but not for ever (`CLOSING_S`).
+    it is an async generator; what that raises is raised here. It waits for that, also where it is cancelled, but
+    not for ever (`CLOSING_S`).
     """
     if isinstance(batches, AsyncIterable):
         source = _read_ahead(submit, batches, window)
@@ -92,7 +93,7 @@ async def _read_ahead(submit: Submit, batches: AsyncIterable[Any], window: int) 
             yield result
         await reader  # raises what the batches or a submit raised
     finally:
-        reader.cancel()
+        reading = reader.cancel()
         _cancel_all(pending)
         try:
             with anyio.move_on_after(CLOSING_S, shield=True):  # a scope that is cancelled would not let it wait
@@ -105,6 +106,8 @@ async def _read_ahead(submit: Submit, batches: AsyncIterable[Any], window: int) 
                 ResourceWarning,
                 stacklevel=2,
             )
+        elif reading and not reader.cancelled():
+            reader.result()  # raises what closing the batches raised
 
 
 def _cancel_all(pending: asyncio.Queue[Evaluation | None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aiopipe import _jax, _jax_compile
+from aiopipe import _jax, _jax_compile, _jax_move
 from aiopipe._jax_types import is_ref
 from aiopipe.devices.base import Program
 from aiopipe.errors import TensorError, TraceError
@@ -155,14 +156,55 @@ def test_put_has_its_fast_path_on_every_supported_version(device: jax.Device) ->
 
 
 def test_put_without_the_fast_path(device: jax.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_jax, "has_fast_put", lambda device: False)
+    monkeypatch.setattr(_jax_move, "has_fast_put", lambda device: False)
     [moved] = _jax.put([X], device)
     assert moved.devices() == {device}
+    assert _jax.put_one(X, device).devices() == {device}
+    assert _jax.show(aligned(X), device) is None
+
+
+def aligned(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy whose memory XLA reads in place."""
+    raw = np.empty(x.nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    copy = raw[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+def test_what_is_shown_changes_with_its_memory(device: jax.Device) -> None:
+    memory = aligned(X)
+    shown = _jax.show(memory, device)
+    assert shown is not None, "JAX no longer reads aligned memory of the host in place"
+    double = jax.jit(lambda x: x * 2)
+    np.testing.assert_array_equal(double(shown), X * 2)
+    memory[...] = X + 1
+    np.testing.assert_array_equal(double(shown), (X + 1) * 2)
+
+
+def test_what_jax_would_copy_is_not_shown(device: jax.Device) -> None:
+    assert _jax.show(aligned(np.append(X.ravel(), X.ravel()))[1:], device) is None
+    assert _jax.show(np.zeros((0, 3), np.float32), device) is None
+
+
+@pytest.mark.parametrize("broken", [lambda params: None, lambda params: 1 / 0])
+def test_an_executable_is_called_without_jaxs_frame_where_it_can_be(broken: Any) -> None:
+    compiled = jax.jit(lambda x: (x + 1,)).lower(X).compile()
+    call = _jax_compile._without_its_frame(compiled)
+    assert call is not compiled, "JAX no longer has that call"
+    np.testing.assert_array_equal(call(X)[0], X + 1)
+
+    class Changed:
+        _executable = types.SimpleNamespace(create_cpp_call=broken)
+        _params = None
+
+    changed = Changed()
+    assert _jax_compile._without_its_frame(changed) is changed
 
 
 @pytest.mark.parametrize("broken", [None, lambda *args: X, lambda *args: 1 / 0])
 def test_a_fast_path_that_changed_is_not_used(broken: Any, device: jax.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_jax, "_batched_device_put", broken)
+    monkeypatch.setattr(_jax_move, "_batched_device_put", broken)
     assert not _jax.has_fast_put.__wrapped__(device)
 
 

@@ -13,6 +13,7 @@ from .._threads import closing_s
 from ..backend import Backend
 from ..by_hand import ByHand
 from ..closing import Closing
+from ..counts import statistics_of
 from ..devices.base import BufferType
 from ..errors import PlacementError
 from ..evaluation import Evaluation
@@ -22,14 +23,13 @@ from ..observe import EvalCallback, Pieces
 from ..plans import Plans
 from ..ready import Ready
 from ..registry import index_of, with_host
-from ..runner import Runner
+from ..runner import Runner, seconds_of
 from ..state import State
 from ..states import States
 from ..statistics import BusyClock, Statistics
 from ..streaming import stream_in_order
 from .alloc import choose_buffer_types, memory_limits
 from .plan import Plan
-from .state import Outcome
 
 __all__ = ["Scheduler"]
 
@@ -54,6 +54,9 @@ class Scheduler:
             (`Device.offload_op`; cause ``1.off``). The weight is copied there once, when the graph is planned.
         forbid_replan: plan only when asked to, by `plan`, `reserve` or `alloc_graph`. An evaluation that
             would need a new plan (a graph that is new, or whose pins have changed) raises `ReplanError`.
+        deadline: seconds that an evaluation may take, from its submission (a new graph is loaded before that). One
+            that is not done then fails with `DeadlineExceeded`. What a device works on cannot be recalled, so its
+            slot comes back when the device is done; until then the others go on with the slots that are left.
         timeline: record how long every split ran, for `statistics().busy`.
         on_progress: called with (compiled, to compile) while a new plan is compiled.
 
@@ -61,6 +64,7 @@ class Scheduler:
 
     Raises:
         PlacementError: a spec names no device, a device is given twice, or it lacks the buffer type.
+        ValueError: `deadline` or `n_copies` makes no sense.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Scheduler:
         memory_limit: int | Mapping[str, int] | None = None,
         op_offload: bool = False,
         forbid_replan: bool = False,
+        deadline: float | None = None,
         timeline: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -83,6 +88,7 @@ class Scheduler:
         auto = n_copies == "auto"
         copies = AUTO_COPIES if isinstance(n_copies, str) else n_copies
         self._runner = Runner(copies, Pieces(self._loader.compile), self._busy)
+        self._runner.deadline = seconds_of(deadline)
         self._plans = Plans(
             self.backends,
             self.memory_limits,
@@ -91,11 +97,12 @@ class Scheduler:
             self._runner,
             auto=auto,
             op_offload=op_offload,
+            forbid_replan=forbid_replan,
         )
         self._states = States(self.backends, self.memory_limits, self._plans, self._runner)
         self._plans.state_nbytes = self._states.nbytes
         self._by_hand = ByHand(self.backends)
-        self._ready = Ready(self._plans, self._states, forbid_replan=forbid_replan)
+        self._ready = Ready(self._plans, self._states)
         self._closing = Closing(self._runner, self._plans, self.backends, self._opened, self._let_go)
 
     @property
@@ -258,7 +265,9 @@ class Scheduler:
         """Raise `AllocationError` if a graph cannot fit; see `Plans.check_fit`."""
         return await self._plans.check_fit(graph)
 
-    async def graph_compute_async(self, graph: Graph, *inputs: Any, state: State | None = None) -> Evaluation:
+    async def graph_compute_async(
+        self, graph: Graph, *inputs: Any, state: State | None = None, deadline: float | None = None
+    ) -> Evaluation:
         """Submit an evaluation; wait only until a slot is free and the inputs are captured.
 
         After it returns, the caller may change every NumPy input. The first evaluation of a graph
@@ -270,6 +279,8 @@ class Scheduler:
             inputs: what the traced function takes behind the weights (and the state).
             state: what the evaluation reads and replaces, for a graph that was traced with one. Evaluations
                 that share a state run in the order in which they are submitted.
+            deadline: seconds that it may take from now on, the loading of a new graph excepted; ``math.inf`` for no
+                limit. Default: that of the scheduler.
 
         Raises:
             StateError: the state is marked, freed, another scheduler's, or not of the graph's types.
@@ -280,24 +291,28 @@ class Scheduler:
             WrongLoopError: it belongs to another event loop.
         """
         if inputs or not graph.inputs:
-            return await self.submit(graph, graph.flatten_inputs(inputs), state)
+            return await self.submit(graph, graph.flatten_inputs(inputs), state, deadline)
         values = self._by_hand.inputs_of(graph)
         kept: dict[int, Any] = {}
         loaded = await self._ready.for_evaluation(graph, state)
-        evaluation = await self._runner.submit(loaded.keeping(kept), values, state)
+        evaluation = await self._runner.submit(loaded.keeping(kept), values, state, deadline=seconds_of(deadline))
         self._by_hand.ran(graph, evaluation, kept)
         return evaluation
 
-    async def submit(self, graph: Graph, values: Sequence[Any], state: State | None = None) -> Evaluation:
+    async def submit(
+        self, graph: Graph, values: Sequence[Any], state: State | None = None, deadline: float | None = None
+    ) -> Evaluation:
         """`graph_compute_async` for inputs that went through `graph.flatten_inputs` already."""
         loaded = self._plans.get(graph)
         if loaded is None or state is not None or graph.state:
             loaded = await self._ready.for_evaluation(graph, state)
-        return await self._runner.submit(loaded, values, state)
+        return await self._runner.submit(loaded, values, state, deadline=seconds_of(deadline))
 
-    async def graph_compute(self, graph: Graph, *inputs: Any, state: State | None = None) -> Any:
+    async def graph_compute(
+        self, graph: Graph, *inputs: Any, state: State | None = None, deadline: float | None = None
+    ) -> Any:
         """Evaluate a graph and wait for the result."""
-        return await (await self.graph_compute_async(graph, *inputs, state=state))
+        return await (await self.graph_compute_async(graph, *inputs, state=state, deadline=deadline))
 
     async def synchronize(self) -> None:
         """Wait until everything that was submitted so far has finished on its devices."""
@@ -315,25 +330,7 @@ class Scheduler:
 
     def statistics(self) -> Statistics:
         """What has been done since the scheduler was made."""
-        state = self._runner.state
-        return Statistics(
-            submitted=self._runner.n_submitted,
-            admitted=state.n_admitted,
-            succeeded=state.counts[Outcome.SUCCESS],
-            failed=state.counts[Outcome.FAILED],
-            cancelled=state.counts[Outcome.CANCELLED],
-            aborted=state.counts[Outcome.ABORTED],
-            in_flight=state.in_flight,
-            waiting=state.waiting,
-            n_copies=state.n_copies,
-            plans=len(self._plans.values()),
-            planned=self._plans.n_planned,
-            replanned=self._plans.n_replanned,
-            compiled=self._loader.n_compiled,
-            copied_weights_nbytes=self._loader.copied_weights_nbytes,
-            busy=self._busy.shares() if self._busy else {},
-            busy_s=self._busy.seconds() if self._busy else {},
-        )
+        return statistics_of(self._runner, self._plans, self._loader, self._busy)
 
     def reset_busy(self) -> None:
         """Count busy time from now on (after warming up, say)."""
