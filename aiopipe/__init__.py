@@ -1,6 +1,8 @@
 """aiopipe: asyncio-native pipeline-parallel execution on JAX devices."""
 
 from .backend import Backend
+from .batch_tally import BatcherStatistics
+from .batcher import Batcher
 from .buffer import Buffer, tensor_view
 from .compare import compare_backends, graph_copy
 from .comparison import Comparison, NodeDifference
@@ -17,6 +19,7 @@ from .errors import (
     EvaluationAborted,
     EvaluationError,
     OutOfMemoryError,
+    OverloadedError,
     PlacementError,
     ReplanError,
     StateError,
@@ -39,6 +42,7 @@ from .sched.plan import Plan
 from .sched.scheduler import Scheduler
 from .state import Snapshot, State
 from .statistics import Statistics
+from .sync import run_sync
 from .tensor_moves import Reading, tensor_copy_async
 from .trace import trace
 
@@ -50,6 +54,8 @@ __all__ = [
     "Backend",
     "BackendClosedError",
     "BackendLostError",
+    "Batcher",
+    "BatcherStatistics",
     "Buffer",
     "BufferType",
     "BufferUsage",
@@ -71,6 +77,7 @@ __all__ = [
     "Node",
     "NodeDifference",
     "OutOfMemoryError",
+    "OverloadedError",
     "Pipeline",
     "PlacementError",
     "Plan",
@@ -94,6 +101,7 @@ __all__ = [
     "place",
     "register_backend",
     "registered_backends",
+    "run_sync",
     "tensor_copy_async",
     "tensor_view",
     "trace",

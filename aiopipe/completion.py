@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 from .backend import Backend
+from .devices.base import NodeFailure
 from .errors import BackendLostError, DeadlineExceeded, EvaluationError, OutOfMemoryError, says_no_room
-from .sched.launch import BoundSplit, LaunchError
+from .sched.launch import BoundSplit, Environment, LaunchError
 from .sched.plan import Plan
 
 __all__ = ["blamed", "failure", "first_failure", "launched", "overdue", "unfinished", "when_ready"]
@@ -25,17 +26,21 @@ class _Place(TypedDict):
     source: str
 
 
-def launched(splits: Sequence[BoundSplit], markers: Sequence[Any]) -> list[Group]:
-    """The markers of the splits that were launched, for each backend."""
+def launched(splits: Sequence[BoundSplit], env: Environment) -> list[Group]:
+    """The markers of the splits that were launched, and copies that nothing reads, for each backend."""
     groups: dict[str, tuple[Backend, list[Any]]] = {}
-    for split, marker in zip(splits, markers, strict=True):
-        if marker is not None:
-            groups.setdefault(split.backend.name, (split.backend, []))[1].append(marker)
+    markers = [(split.backend, marker) for split, marker in zip(splits, env.markers, strict=True) if marker is not None]
+    for backend, value in (*markers, *env.strays):
+        groups.setdefault(backend.name, (backend, []))[1].append(value)
     return list(groups.values())
 
 
 def when_ready(groups: Sequence[Group], post: Post, then: Callable[[BaseException | None], None]) -> None:
     """Call ``then(first error)`` on the loop when every group is ready. There is at least one."""
+    if len(groups) == 1:
+        [(backend, group)] = groups
+        backend.notify(group, lambda error: post(then, error))
+        return
     left = len(groups)
     first: BaseException | None = None
 
@@ -120,7 +125,8 @@ def blamed(splits: Sequence[BoundSplit], markers: Sequence[Any], error: LaunchEr
 def failure(plan: Plan, evaluation: int, split: int, cause: BaseException) -> EvaluationError | BackendLostError:
     """The error that the caller of an evaluation gets: where its backend is gone, that one says so itself."""
     error: EvaluationError | BackendLostError
-    said = f"evaluation {evaluation} of {plan.graph.name!r} failed in {_named(plan, split)}: {cause}"
+    position = cause.position if isinstance(cause, NodeFailure) else None
+    said = f"evaluation {evaluation} of {plan.graph.name!r} failed in {_named(plan, split, position)}: {cause}"
     if isinstance(cause, BackendLostError):
         error = BackendLostError(f"evaluation {evaluation} of {plan.graph.name!r} is lost: {cause}")
     elif says_no_room(cause):
@@ -134,7 +140,7 @@ def failure(plan: Plan, evaluation: int, split: int, cause: BaseException) -> Ev
             available_nbytes=device.props.memory_nbytes or 0,
         )
     else:
-        error = EvaluationError(said, **_place_of(plan, split))
+        error = EvaluationError(said, **_place_of(plan, split, position))
     # Without its traceback: those frames are ours, and would keep the evaluation's arrays alive.
     error.__cause__ = cause.with_traceback(None)
     return error
@@ -172,15 +178,15 @@ def _ready(split: BoundSplit, marker: Any) -> bool:
         return False
 
 
-def _named(plan: Plan, split: int) -> str:
-    place = _place_of(plan, split)
-    first = plan.graph.nodes[plan.splits[split].nodes[0]].op
-    return (
-        f"split {split} on {place['backend']!r}, which begins with {first!r} at {place['source'] or 'an unknown line'}"
-    )
+def _named(plan: Plan, split: int, position: int | None = None) -> str:
+    place = _place_of(plan, split, position)
+    which = "which begins with" if position is None else "in"
+    op = plan.graph.nodes[plan.splits[split].nodes[position or 0]].op
+    return f"split {split} on {place['backend']!r}, {which} {op!r} at {place['source'] or 'an unknown line'}"
 
 
-def _place_of(plan: Plan, split: int) -> _Place:
-    node = plan.graph.nodes[plan.splits[split].nodes[0]]
+def _place_of(plan: Plan, split: int, position: int | None = None) -> _Place:
+    """A split, and that of its nodes which is to blame, or its first."""
+    node = plan.graph.nodes[plan.splits[split].nodes[position or 0]]
     backend = plan.devices[plan.splits[split].backend].name
     return {"split": split, "backend": backend, "node": node.name, "source": node.source}

@@ -2,7 +2,7 @@
 
 Three questions a caller asks are answered by the class alone: *did I call it wrongly?*
 (`TensorError`, `TraceError`, `PlacementError`, `ReplanError`, `WrongLoopError`), *is there no room?*
-(`AllocationError`), *did the evaluation not end well?* (`EvaluationError`,
+(`AllocationError`; for now: `OverloadedError`), *did the evaluation not end well?* (`EvaluationError`,
 `EvaluationAborted`, `BackendLostError`, `BackendClosedError`). `OutOfMemoryError` answers both of the last.
 
 Cancellation is `asyncio.CancelledError` and is never wrapped.
@@ -19,6 +19,7 @@ __all__ = [
     "EvaluationAborted",
     "EvaluationError",
     "OutOfMemoryError",
+    "OverloadedError",
     "PlacementError",
     "ReplanError",
     "StateError",
@@ -67,6 +68,22 @@ class AllocationError(AiopipeError, MemoryError):
         self.asked_nbytes = asked_nbytes
         self.available_nbytes = available_nbytes
         self.fits_n_copies = fits_n_copies
+
+
+class OverloadedError(AiopipeError, RuntimeError):
+    """More is waiting already than may wait; later there will be room.
+
+    Attributes:
+        waiting: rows that wait.
+        max_queue: rows that may wait.
+        retry_after_s: a guess of when what waits now will have been taken, in seconds.
+    """
+
+    def __init__(self, message: str, *, waiting: int, max_queue: int, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.waiting = waiting
+        self.max_queue = max_queue
+        self.retry_after_s = retry_after_s
 
 
 class EvaluationError(AiopipeError, RuntimeError):

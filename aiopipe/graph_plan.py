@@ -7,7 +7,6 @@ and its queue computes it, in order with everything else that is posted there.
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .devices.base import Device, Program
+from . import _threads
+from ._jax_settings import undisturbed
+from ._loops import running_loop
+from .devices.base import Device, NodeFailure, Program
 from .errors import (
     AiopipeError,
     EvaluationError,
@@ -115,7 +117,7 @@ class GraphPlan:
         self._weights = tuple(t for t in graph.weights if t.id in read or t.id in returned)
         self._ready: _Ready | None = None
         self._freed = False
-        self._lock = threading.Lock()
+        self._lock = _threads.Lock()
 
     @property
     def freed(self) -> bool:
@@ -221,9 +223,8 @@ def compute(
         if dropped:
             return ()
         try:
-            results[:] = plan.launch(ready or plan.load(), values)
-        except asyncio.CancelledError as error:  # the backend's own: nobody has cancelled the evaluation
-            raise _failure(plan, number, error) from None
+            with undisturbed():
+                results[:] = plan.launch(ready or plan.load(), values)
         finally:
             values.clear()
         for tensor, value in zip(targets, results, strict=bool(targets)):
@@ -259,7 +260,7 @@ def compute(
         else:
             evaluation._settle(error=_failure(plan, number, error))
 
-    evaluation = Evaluation(number, graph.name, asyncio.get_running_loop(), cancel, lambda _: [event], 1)
+    evaluation = Evaluation(number, graph.name, running_loop(), cancel, lambda _: [event], 1)
     this = weakref.ref(evaluation)  # else it would refer to itself, and keep its result until the next collection
     evaluation.copy_id = 0
     event.add_callback(settle)
@@ -268,12 +269,14 @@ def compute(
 
 def _failure(plan: GraphPlan, number: int, cause: BaseException) -> EvaluationError:
     nodes = plan.graph.nodes
-    first, source = (nodes[0].name, nodes[0].source) if nodes else ("", "")
+    known = cause.position if isinstance(cause, NodeFailure) else None
+    name, source = (nodes[known or 0].name, nodes[known or 0].source) if nodes else ("", "")
     said = (
-        f"evaluation {number} of {plan.graph.name!r} failed on {plan.backend.name!r}, in the graph that begins with "
-        f"{first or 'no node'} at {source or 'an unknown line'}: {cause}"
+        f"evaluation {number} of {plan.graph.name!r} failed on {plan.backend.name!r}, in "
+        f"{'the graph that begins with ' if known is None else ''}{name or 'no node'} at "
+        f"{source or 'an unknown line'}: {cause}"
     )
-    error = EvaluationError(said, split=0, backend=plan.backend.name, node=first, source=source)
+    error = EvaluationError(said, split=0, backend=plan.backend.name, node=name, source=source)
     if says_no_room(cause):
         held = () if plan.program is None else (*plan.program.inputs, *plan.program.outputs)
         nbytes = sum(t.nbytes for t in held)
@@ -282,7 +285,7 @@ def _failure(plan: GraphPlan, number: int, cause: BaseException) -> EvaluationEr
             "smaller inputs, or free what else is there",
             split=0,
             backend=plan.backend.name,
-            node=first,
+            node=name,
             source=source,
             asked_nbytes=nbytes,
             available_nbytes=plan.backend.device.props.memory_nbytes or 0,

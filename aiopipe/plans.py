@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from ._loops import check_inside
 from ._threads import in_thread
 from .backend import Backend, Lane
 from .devices.base import BufferType
@@ -118,19 +119,30 @@ class Plans:
         self.drop(graph)
 
     def drop(self, graph: Graph) -> None:
-        """Forget a graph's plan. Evaluations of it that are under way go on."""
+        """Forget a graph's plan. Evaluations of it that are under way go on.
+
+        Raises:
+            WrongLoopError: the scheduler's event loop runs in another thread.
+        """
+        check_inside(self._runner.loop, "this scheduler")
         self._loaded.drop(graph)
         self._reserved.drop(graph)
 
     def reset(self) -> None:
-        """Forget pins, cuts and plans of all graphs. Evaluations that are under way go on."""
+        """Forget pins, cuts and plans of all graphs. Evaluations that are under way go on.
+
+        Raises:
+            WrongLoopError: the scheduler's event loop runs in another thread.
+        """
+        check_inside(self._runner.loop, "this scheduler")
         for kept in (self.pins, self.cuts, self._state_homes, self._loaded, self._reserved):
             kept.clear()
 
     def cancel(self) -> None:
-        """End what is being loaded."""
+        """End what is being loaded; what a loop that has ended was loading never will be."""
         for task in list(self._loading.values()):
-            task.cancel()
+            if not task.get_loop().is_closed():
+                task.cancel()
 
     async def reserve(self, graph: Graph) -> Plan:
         """Plan and compile a graph, so that its sizes are known; allocates nothing.

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from .completion import Post
+from ._jax_settings import is_plain, undisturbed
+from .completion import Post, failure
 from .errors import StateError
 from .evaluation import Evaluation
 from .events import Event
@@ -81,16 +82,33 @@ class Run:
         whole = state.give_back(self.loaded.plan.state, self.env.slots, untouched=untouched)
         if evaluation.failed:
             assert evaluation._error is not None
-            state.mark(evaluation._error)
+            state.mark(evaluation._error, evaluation.id)
         elif not whole:
-            state.mark(asyncio.CancelledError(f"evaluation {evaluation.id} was cancelled halfway"))
+            state.mark(asyncio.CancelledError(f"evaluation {evaluation.id} was cancelled halfway"), evaluation.id)
+
+    def blame(self, split: int, cause: BaseException) -> BaseException:
+        """A split failed on its device: what the caller is told. Its state is marked."""
+        why = failure(self.loaded.plan, self.evaluation.id, split, cause)
+        if self.taken and self.state is not None:
+            self.state.mark(why, self.evaluation.id)
+        return why
+
+    def inherited(self) -> StateError | None:
+        """The refusal of its state, where one before it has left that in between: so what it made of it is nothing."""
+        return None if self.state is None else self.state.refusal_for(self.evaluation.id)
 
     def launch(self, splits: Sequence[BoundSplit], busy: BusyClock | None) -> None:
         """Launch splits in order, on this thread; tell `busy`, if there is one, of each.
 
+        JAX's settings of the moment, which may be those of any task, have no part in it.
+
         Raises:
             LaunchError: one could not be launched; the ones before it are.
         """
+        if not is_plain():
+            with undisturbed():
+                self.launch(splits, busy)
+            return
         if busy is None:
             launch_splits(splits, self.env)
             return

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from ._loops import Turns
 from .backend import InlineLane
-from .errors import BackendClosedError, EvaluationAborted, WrongLoopError
+from .errors import BackendClosedError, EvaluationAborted
 from .evaluation import Evaluation
 from .events import Event
 from .lane_pool import LanePool
@@ -45,9 +45,6 @@ from .watcher import Watcher
 
 __all__ = ["Runner", "seconds_of"]
 
-YIELD_S = 5e-4
-"""Let other tasks of the loop run after this long of evaluations that never had to wait."""
-
 
 class Runner:
     """Runs evaluations of loaded plans, at most `n_copies` at the same time.
@@ -59,6 +56,7 @@ class Runner:
 
     Attributes:
         eval_callback: observes the evaluations that are submitted from now on.
+        closed: nothing more can be submitted.
         deadline: seconds that an evaluation may take, where `submit` is told nothing else.
     """
 
@@ -71,14 +69,13 @@ class Runner:
         self.closed = False
         self._pieces = pieces
         self._busy = busy
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._runs: dict[int, Run] = {}
         self._mailbox = Mailbox()
         self._post = self._mailbox.post
         self._watcher = Watcher(self._runs, self._post, self._feed)
         self._stimuli: deque[Stimulus] = deque()
         self._feeding = False
-        self._burst_began = -1.0
+        self._turns = Turns()
 
     # -- callers ------------------------------------------------------------------------------
 
@@ -87,22 +84,16 @@ class Runner:
 
         Raises:
             BackendClosedError: closed already.
-            WrongLoopError: bound to another loop.
+            WrongLoopError: bound to another loop, or none runs here.
         """
         if self.closed:
             raise BackendClosedError("this scheduler is closed: make a new one")
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-            self._mailbox.bind(loop)
-        elif self._loop is not loop:
-            raise WrongLoopError("this scheduler belongs to another event loop: make one scheduler for each loop")
-        return loop
+        return self._mailbox.enter()
 
     @property
-    def entered(self) -> bool:
-        """Whether it has been bound to a loop."""
-        return self._loop is not None
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop that it is bound to."""
+        return self._mailbox.loop
 
     @property
     def idle(self) -> bool:
@@ -143,20 +134,8 @@ class Runner:
                 evaluation.cancel()
                 raise
         elif evaluation._done:
-            await self._share_the_loop(loop)
+            await self._turns.step_back()
         return evaluation
-
-    async def _share_the_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Evaluations that end at once would never let another task run: step back now and then."""
-        now = time.monotonic()
-        if self._burst_began < 0:
-            self._burst_began = now
-            loop.call_soon(self._end_burst)
-        elif now - self._burst_began > YIELD_S:
-            await asyncio.sleep(0)
-
-    def _end_burst(self) -> None:
-        self._burst_began = -1.0
 
     def cancel(self, evaluation: int) -> bool:
         """Cancel an evaluation; False when it is done already."""
@@ -170,7 +149,7 @@ class Runner:
         """A deadline has come. Whether what it has launched will count, its caller cannot know: its state is marked."""
         error = self._watcher.overdue(run, deadline_s)
         if run.taken and run.state is not None:
-            run.state.mark(error)
+            run.state.mark(error, run.evaluation.id)
         self._feed(Cancel(run.evaluation.id, error))
 
     def cancel_all(self) -> None:
@@ -184,10 +163,30 @@ class Runner:
         return None if run is None else run.split_events(self._post)
 
     async def synchronize(self) -> None:
-        """Wait until everything that was submitted so far has finished on its devices."""
+        """Wait until everything that was submitted so far has finished on its devices.
+
+        Raises:
+            WrongLoopError: bound to another loop, or none runs here.
+        """
+        self._mailbox.enter()
         ends = [run.end() for run in self._runs.values()]
         for end in ends:  # all made before the first wait: a run that ends meanwhile tells its event
             await end.wait()
+
+    def move(self) -> bool:
+        """Belong to the running loop, if its own has ended: what was under way there is lost. Whether that is so.
+
+        Raises:
+            WrongLoopError: its own has not ended.
+        """
+        moved = self._mailbox.move()
+        if moved:
+            self._runs.clear()
+        return moved
+
+    def hang_up(self) -> None:
+        """It is closed: what other threads have to say still arrives, but not as fast."""
+        self._mailbox.close()
 
     async def settle(self, state: State) -> None:
         """Wait until no evaluation that uses a state is under way."""
@@ -348,6 +347,8 @@ class Runner:
             error = None
         if error is None:
             self._feed(Launched(run.evaluation.id, 0))
+        elif run.observation.failed:  # on a device, not in the callback
+            self._watcher.after_earlier(run, lambda refused: self._feed(Failed(run.evaluation.id, 0, refused or error)))
         else:
             outcome = Outcome.ABORTED if isinstance(error, EvaluationAborted) else Outcome.FAILED
             self._feed(Failed(run.evaluation.id, 0, error, outcome))

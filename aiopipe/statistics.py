@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import _threads
 from .backend import Backend
 from .sched.split import Split
 
@@ -59,7 +59,7 @@ class BusyClock:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._lock = threading.Lock()  # completion threads and the loop report at the same time
+        self._lock = _threads.Lock()  # completion threads and the loop report at the same time
         self._busy = dict.fromkeys(names, 0.0)
         self._last_end = dict.fromkeys(names, float("-inf"))
         self._began = float("inf")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .completion import Post, blamed, failure, first_failure, launched, overdue, unfinished, when_ready
-from .errors import DeadlineExceeded
+from .errors import DeadlineExceeded, StateError
 from .run import Run
 from .sched.launch import LaunchError
 from .sched.stimuli import Completed
@@ -30,8 +30,8 @@ class Watcher:
     def launch_failed(self, run: Run, error: LaunchError) -> BaseException:
         """What the caller gets of an evaluation of which a split could not be launched."""
         run.broken = True
-        if run.taken and run.state is not None and run.state.error is not None:
-            return run.state.refusal()  # its arrays came from one that failed
+        if (refused := run.inherited()) is not None:
+            return refused
         guilty = blamed(run.loaded.splits, run.env.markers, error)
         return failure(run.loaded.plan, run.evaluation.id, *guilty)
 
@@ -53,16 +53,19 @@ class Watcher:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            return self._unknowable(run, error)
+            return Completed(run.evaluation.id, self._unknowable(run, error))
 
     def _look(self, run: Run) -> Completed | None:
-        if not run.loaded.splits and run.state is not None and run.state.error is not None:  # it never took it
-            return Completed(run.evaluation.id, run.state.refusal())
+        if not run.loaded.splits and (refused := run.inherited()) is not None:  # it never took it
+            return Completed(run.evaluation.id, refused)
         markers = run.env.markers
-        groups = [(backend, [markers[i] for i in indices]) for backend, indices in run.loaded.sinks]
+        if run.observation is None:
+            groups = [(backend, [markers[i] for i in indices]) for backend, indices in run.loaded.sinks]
+        else:  # in pieces: one of them may be done after the splits that read another of the same split
+            groups = [(split.backend, [markers[split.index]]) for split in run.loaded.splits]
         if run.loaded.returned and run.captured and not run.dropped:  # a caller's array may not be ready yet
             groups.append((run.loaded.backends[-1], [run.env.slots[i] for i in run.loaded.returned]))
-        if any(marker is None for _, group in groups for marker in group):
+        if run.env.strays or any(marker is None for _, group in groups for marker in group):
             return self._drain(run)  # not everything was launched
         if all(backend.all_ready(group) and backend.error_of(group) is None for backend, group in groups):
             return Completed(run.evaluation.id)
@@ -71,8 +74,8 @@ class Watcher:
 
     def _drain(self, run: Run) -> Completed | None:
         """Wait for whatever was launched of an evaluation that will launch no more."""
-        groups = launched(run.loaded.splits, run.env.markers)
-        if not groups:
+        groups = launched(run.loaded.splits, run.env)
+        if all(backend.all_ready(group) for backend, group in groups):
             return Completed(run.evaluation.id)
         when_ready(groups, self._post, lambda _: self._feed(Completed(run.evaluation.id)))
         return None
@@ -81,39 +84,32 @@ class Watcher:
         if error is None or not run.loaded.splits:
             self._feed(Completed(run.evaluation.id, error))
             return
-        earlier = self._earlier(run)
-        if earlier is not None:  # which may be to blame
-            earlier.end().add_callback(lambda _: self._completed(run, error))
-            return
-        if run.taken and run.state is not None and run.state.error is not None:
-            self._feed(Completed(run.evaluation.id, run.state.refusal()))  # its arrays came from one that failed
-            return
+        self.after_earlier(run, lambda refused: self._failed(run, error, refused))
 
-        def blame(split: int, cause: BaseException) -> None:
-            why = failure(run.loaded.plan, run.evaluation.id, split, cause)
-            if run.taken and run.state is not None:
-                run.state.mark(why)
-            self._feed(Completed(run.evaluation.id, why))
+    def _failed(self, run: Run, error: BaseException, refused: StateError | None) -> None:
+        def tell(split: int, cause: BaseException) -> None:
+            self._feed(Completed(run.evaluation.id, run.blame(split, cause)))
 
+        if refused is not None:
+            self._feed(Completed(run.evaluation.id, refused))
+            return
         try:
-            first_failure(run.loaded.splits, run.env.markers, error, self._post, blame)
+            first_failure(run.loaded.splits, run.env.markers, error, self._post, tell)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as raised:
-            self._feed(self._unknowable(run, raised))
+            self._feed(Completed(run.evaluation.id, self._unknowable(run, raised)))
 
     @staticmethod
-    def _unknowable(run: Run, error: BaseException) -> Completed:
+    def _unknowable(run: Run, error: BaseException) -> BaseException:
         """A backend raised where it was asked whether it is done: nobody can wait for it any more."""
-        why: BaseException = error
-        if run.loaded.splits:
-            why = failure(run.loaded.plan, run.evaluation.id, run.loaded.splits[-1].index, error)
-        if run.taken and run.state is not None:
-            run.state.mark(why)
-        return Completed(run.evaluation.id, why)
+        return run.blame(run.loaded.splits[-1].index, error) if run.loaded.splits else error
 
-    def _earlier(self, run: Run) -> Run | None:
-        """The evaluation that was submitted last before `run` on the same state and is still under way."""
-        state, me = run.state, run.evaluation.id
-        earlier = (r for i, r in reversed(self._runs.items()) if r.state is state and i < me)
-        return None if state is None else next(earlier, None)
+    def after_earlier(self, run: Run, then: Callable[[StateError | None], None]) -> None:
+        """Call ``then(run.inherited())`` when those before it on its state, which may be to blame, have ended."""
+        me, sharing = run.evaluation.id, [r for r in self._runs.values() if r.state is run.state]
+        earlier = [r for r in sharing if r.evaluation.id < me and r.state is not None]
+        if earlier:
+            earlier[-1].end().add_callback(lambda _: self.after_earlier(run, then))
+        else:
+            then(run.inherited())

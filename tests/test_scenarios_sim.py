@@ -17,6 +17,7 @@ from aiopipe.devices.sim import Cluster, HostOp, Record, fail, sleep
 from aiopipe.graph import Graph
 from aiopipe.graph_builder import GraphBuilder
 from aiopipe.sched.state import RunState
+from happens_before import HappensBefore
 from simgraphs import (
     SPEC,
     TOTAL,
@@ -92,13 +93,17 @@ async def test_giving_a_slot_away_too_early_would_be_noticed(  # S4, S6: the det
 
     monkeypatch.setattr(RunState, "_admit", hasty)
     cluster, graph, sched = slow_input(n_copies)
+    known = HappensBefore()
+    known.watch(*cluster.backends)
     async with sched:
         plan = await sched.plan(graph)
-        with captures_logged(cluster):
+        with captures_logged(cluster), known.watching():
             results = await rewriting(sched, graph)
         assert any(not np.array_equal(got[1], want[1]) for got, want in results)
         with pytest.raises(AssertionError, match="rewrote a slot in use"):
             check_happens_before(cluster, plan, n_copies)
+        with pytest.raises(AssertionError, match=r"slot . was rewritten: .*the end of a copy to sim:1"):
+            known.check()
 
 
 def numbered(numbers: Iterator[int]) -> Any:
@@ -164,13 +169,14 @@ async def test_an_op_that_accelerators_lack_runs_on_the_host() -> None:  # S35
     cluster = Cluster(3, compute=True, record=True, unsupported_ops={0: {"eig"}, 1: {"eig"}})
     b = GraphBuilder("eig")
     x = b.input("x", *SPEC)
-    weights = [b.weight(f"w{i}", *SPEC, source=cluster.backends[i].upload(array(i), x)) for i in range(2)]
+    weights = [b.weight(f"w{i}", *SPEC, source=array(i)) for i in range(2)]
     (x,) = b.node("mul", [x, weights[0]], [SPEC], fn=HostOp(lambda x, w: x * 2 + w, cost_s=1.0))
     (x,) = b.node("eig", [x], [SPEC], fn=HostOp(lambda x: x * 3, cost_s=1.0))
     (x,) = b.node("mul", [x, weights[1]], [SPEC], fn=HostOp(lambda x, w: x * 5 + w, cost_s=1.0))
     graph = b.build([x])
     async with ap.Scheduler(cluster.backends) as sched:
-        sched.set_cut(graph, [0, 0, 1])
+        for i in range(2):
+            sched.set_tensor_backend(graph, graph.weights[i], f"sim:{i}")
         for k in range(3):
             assert_equal(await sched.graph_compute(graph, array(k)), ((array(k) * 2 + array(0)) * 3) * 5 + array(1))
         launches = [record.backend.name for record in cluster.log if record.kind == "launch"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import AbstractEventLoop
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -17,12 +18,13 @@ from ..devices.base import BufferType
 from ..errors import PlacementError
 from ..evaluation import Evaluation
 from ..graph import Graph, Tensor
-from ..loader import Loaded, Loader
+from ..loader import Loader
 from ..observe import EvalCallback, Pieces
 from ..plans import Plans
-from ..registry import with_host
+from ..ready import Ready
+from ..registry import index_of, with_host
 from ..runner import Runner, seconds_of
-from ..state import State, check_state
+from ..state import State
 from ..states import States
 from ..statistics import BusyClock, Statistics
 from ..streaming import stream_in_order
@@ -100,7 +102,7 @@ class Scheduler:
         self._states = States(self.backends, self.memory_limits, self._plans, self._runner)
         self._plans.state_nbytes = self._states.nbytes
         self._by_hand = ByHand(self.backends)
-        self._last_n_splits = 0
+        self._ready = Ready(self._plans, self._states)
         self._closing = Closing(self._runner, self._plans, self.backends, self._opened, self._let_go)
 
     @property
@@ -116,7 +118,7 @@ class Scheduler:
     @property
     def n_splits(self) -> int:
         """How many splits the graph that was planned last has; 0 before the first."""
-        return self._last_n_splits
+        return self._ready.n_splits
 
     def buffer_size(self, backend: Backend | str) -> int:
         """Bytes that the loaded plans need on a backend.
@@ -124,7 +126,7 @@ class Scheduler:
         Every weight once; all states; the largest scratch; and `n_copies` times what an evaluation of the
         largest of the plans holds there, for no more are in flight.
         """
-        return self._plans.sizes()[self._index(backend)].total(self.n_copies)
+        return self._plans.sizes()[index_of(self.backends, backend)].total(self.n_copies)
 
     def set_tensor_backend(self, graph: Graph, tensor: Tensor, backend: Backend | str) -> None:
         """Pin a tensor of a graph, and so the node that makes it, to a backend (cause ``usr``).
@@ -136,9 +138,9 @@ class Scheduler:
         """
         if not 0 <= tensor.id < len(graph.tensors) or graph.tensors[tensor.id] is not tensor:
             raise PlacementError(f"tensor {tensor.describe()} is not of graph {graph.name!r}: pin one of graph.tensors")
-        pins = self._plans.pins
-        pins.put(graph, {**(pins.get(graph) or {}), tensor.id: self._index(backend)})
+        index, pins = index_of(self.backends, backend), self._plans.pins
         self._plans.drop(graph)
+        pins.put(graph, {**(pins.get(graph) or {}), tensor.id: index})
 
     def get_tensor_backend(self, graph: Graph, tensor: Tensor) -> Backend | None:
         """The backend that a tensor is pinned to, or else planned on; None before either."""
@@ -151,8 +153,8 @@ class Scheduler:
 
     def set_cut(self, graph: Graph, node_backend: Sequence[int]) -> None:
         """Place a graph's nodes as `aiopipe.sched.partition.partition` chose. Drops the graph's plan."""
-        self._plans.cuts.put(graph, tuple(node_backend))
         self._plans.drop(graph)
+        self._plans.cuts.put(graph, tuple(node_backend))
 
     def set_eval_callback(self, callback: EvalCallback | None) -> None:
         """Have a callback see values of the evaluations that are submitted from now on; None: no longer.
@@ -184,7 +186,7 @@ class Scheduler:
             PlacementError: no backend can run some op.
             AllocationError: it does not fit; nothing has been allocated.
         """
-        return (self._plans.get(graph) or await self._load(graph)).plan
+        return (await self._ready.load(graph)).plan
 
     def forget(self, graph: Graph) -> None:
         """Drop a graph's plan; evaluations under way keep what they need of it."""
@@ -204,8 +206,7 @@ class Scheduler:
             PlacementError: no backend can run some op.
             AllocationError: it does not fit beside what is loaded.
         """
-        plan = await self._plans.reserve(graph)
-        self._last_n_splits = plan.n_splits
+        plan = await self._ready.reserve(graph)
         return {b.name: size.total(self.n_copies) for b, size in zip(self.backends, plan.sizes, strict=True)}
 
     async def alloc_graph(self, graph: Graph, *, state: State | None = None) -> None:
@@ -223,8 +224,7 @@ class Scheduler:
         if state is None:
             await self.plan(graph)
             return
-        check_state(graph, state)
-        self._last_n_splits = (await self._states.prepare(state, graph)).plan.n_splits
+        await self._ready.alloc(graph, state)
 
     def reset(self) -> None:
         """Forget pins, cuts, plans, and what `tensor_set` has set, of every graph.
@@ -294,9 +294,8 @@ class Scheduler:
             return await self.submit(graph, graph.flatten_inputs(inputs), state, deadline)
         values = self._by_hand.inputs_of(graph)
         kept: dict[int, Any] = {}
-        loaded = await self._loaded_for(graph, state)
-        loaded = loaded.keeping(kept)
-        evaluation = await self._runner.submit(loaded, values, state, deadline=seconds_of(deadline))
+        loaded = await self._ready.for_evaluation(graph, state)
+        evaluation = await self._runner.submit(loaded.keeping(kept), values, state, deadline=seconds_of(deadline))
         self._by_hand.ran(graph, evaluation, kept)
         return evaluation
 
@@ -306,7 +305,7 @@ class Scheduler:
         """`graph_compute_async` for inputs that went through `graph.flatten_inputs` already."""
         loaded = self._plans.get(graph)
         if loaded is None or state is not None or graph.state:
-            loaded = await self._loaded_for(graph, state)
+            loaded = await self._ready.for_evaluation(graph, state)
         return await self._runner.submit(loaded, values, state, deadline=seconds_of(deadline))
 
     async def graph_compute(
@@ -345,6 +344,9 @@ class Scheduler:
             cancel: do not wait for results, only for the devices to be done.
             timeout_s: after this long, cancel what has not finished; after as long again, leave
                 threads alone that a device still holds up, with a `ResourceWarning`.
+
+        Raises:
+            WrongLoopError: its event loop runs elsewhere. Where it has ended, what was in flight is lost.
         """
         await self._closing.close(cancel=cancel, timeout_s=timeout_s)
 
@@ -352,38 +354,23 @@ class Scheduler:
         self.reset()
         self._states.end()
 
-    async def __aenter__(self) -> Scheduler:
+    @property
+    def loop(self) -> AbstractEventLoop | None:
+        """The event loop that it belongs to; None before its first use."""
+        return self._runner.loop
+
+    def enter(self) -> None:
+        """Belong to the running event loop, as it does from its first use on.
+
+        Raises:
+            BackendClosedError: it is closed.
+            WrongLoopError: it belongs to another event loop, or none runs in this thread.
+        """
         self._runner.enter()
+
+    async def __aenter__(self) -> Scheduler:
+        self.enter()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         await self.aclose(cancel=kind is not None, timeout_s=closing_s(kind))
-
-    def _index(self, backend: Backend | str) -> int:
-        for i, known in enumerate(self.backends):
-            if known is backend or known.name == backend:
-                return i
-        name = backend if isinstance(backend, str) else backend.name
-        raise PlacementError(f"{name!r} is not one of this scheduler's backends: {[b.name for b in self.backends]}")
-
-    async def _loaded(self, graph: Graph) -> Loaded:
-        """A graph's plan for an evaluation."""
-        self._plans.check_allowed(graph)
-        return self._plans.get(graph) or await self._load(graph)
-
-    async def _loaded_for(self, graph: Graph, state: State | None) -> Loaded:
-        """A graph's plan for an evaluation that uses a state, whose arrays are where the plan wants them."""
-        check_state(graph, state)
-        if state is None:
-            return await self._loaded(graph)
-        loaded = self._plans.get(graph)
-        if loaded is None or not self._states.fits(state, loaded):
-            self._plans.check_allowed(graph, moved=loaded is not None and state.is_allocated)
-            loaded = await self._states.prepare(state, graph)
-            self._last_n_splits = loaded.plan.n_splits
-        return loaded
-
-    async def _load(self, graph: Graph) -> Loaded:
-        loaded = await self._plans.load(graph)
-        self._last_n_splits = loaded.plan.n_splits
-        return loaded

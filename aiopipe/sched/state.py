@@ -232,13 +232,13 @@ class RunState:
         self._settle(run, out)
 
     def _failed(self, run: _Run, stimulus: Failed, out: list[Instruction]) -> None:
+        capturing = stimulus.segment < 0
+        self._expect(run, Phase.CAPTURING if capturing else Phase.RUNNING, stimulus)
         if run.outcome is None:
             self._end(run, stimulus.outcome, stimulus.error, out)
-        if stimulus.segment < 0:
-            self._expect(run, Phase.CAPTURING, stimulus)
+        if capturing:
             run.phase = Phase.RUNNING
         else:
-            self._expect(run, Phase.RUNNING, stimulus)
             run.launching -= 1
         self._settle(run, out)
         self._admit(out)
