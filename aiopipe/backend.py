@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ._fork import Origin
 from ._jax_types import dtype_of
 from ._threads import in_thread
 from .buffer import Account, Buffer
@@ -94,6 +95,7 @@ class Backend(TensorIO):
         self.device = device
         self.dispatch: Dispatch = dispatch
         self.closed = False
+        self.origin = Origin()
         # Order holds for each launching thread alone (XLA's CPU client, `cpu_client.cc`).
         self.newest: dict[int, Any] = {}
         self.queue = Queue(self)
@@ -192,7 +194,9 @@ class Backend(TensorIO):
         return self.device.supports_op(node)
 
     def check_open(self) -> None:
-        """Raise `BackendClosedError` after `aclose`."""
+        """Raise `BackendClosedError` after `aclose`, `ForkedError` in a process forked from the one that opened it."""
+        if self.origin.forked:
+            self.origin.check(f"backend {self.name!r}")
         if self.closed:
             raise BackendClosedError(f"backend {self.name!r} is closed: open it again, open_backend({self.name!r})")
 
@@ -340,6 +344,8 @@ class Backend(TensorIO):
         Raises:
             WrongLoopError: another event loop has work in the queue.
         """
+        if self.origin.forked:
+            return
         self.queue.check_own()
         try:
             await self.queue.finish()

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from ._fork import Origin
 from ._loops import Turns
 from .backend import InlineLane
 from .errors import BackendClosedError, EvaluationAborted
@@ -63,6 +64,7 @@ class Runner:
     def __init__(self, n_copies: int, pieces: Pieces, busy: BusyClock | None = None) -> None:
         self.state = RunState(n_copies)
         self.lanes = LanePool()
+        self.origin = Origin()
         self.eval_callback: EvalCallback | None = None
         self.deadline: float | None = None
         self.n_submitted = 0
@@ -84,16 +86,18 @@ class Runner:
 
         Raises:
             BackendClosedError: closed already.
+            ForkedError: of a process that this one was forked from.
             WrongLoopError: bound to another loop, or none runs here.
         """
+        self.origin.check("this scheduler")
         if self.closed:
             raise BackendClosedError("this scheduler is closed: make a new one")
         return self._mailbox.enter()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop that it is bound to."""
-        return self._mailbox.loop
+        """The loop that it is bound to; None in a child of the process that it is open in."""
+        return None if self.origin.forked else self._mailbox.loop
 
     @property
     def idle(self) -> bool:
@@ -140,7 +144,7 @@ class Runner:
     def cancel(self, evaluation: int) -> bool:
         """Cancel an evaluation; False when it is done already."""
         run = self._runs.get(evaluation)
-        if run is None or run.evaluation._done:
+        if run is None or run.evaluation._done or self.origin.forked:
             return False
         self._feed(Cancel(evaluation))
         return True
@@ -166,8 +170,10 @@ class Runner:
         """Wait until everything that was submitted so far has finished on its devices.
 
         Raises:
+            ForkedError: of a process that this one was forked from.
             WrongLoopError: bound to another loop, or none runs here.
         """
+        self.origin.check("this scheduler")
         self._mailbox.enter()
         ends = [run.end() for run in self._runs.values()]
         for end in ends:  # all made before the first wait: a run that ends meanwhile tells its event

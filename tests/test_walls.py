@@ -19,6 +19,7 @@ FOLDER = Path(__file__).resolve().parent.parent / PACKAGE
 # Lowest first. A file imports only from rows above its own. A package's own `__init__` goes by the package's name.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "devices", "sched", "_jax_settings"),
+    ("_fork",),
     ("_loops",),
     ("_threads", "sync"),
     ("graph", "events", "comparison", "handle", "lanes", "batching"),
