@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from .completion import Post
+from .completion import Post, failure
 from .errors import StateError
 from .evaluation import Evaluation
 from .events import Event
 from .loader import Loaded
-from .sched.launch import BoundSplit, Environment, launch_splits
+from .sched.launch import Environment, launch_splits
 from .state import State
-from .statistics import BusyClock
 
 __all__ = ["Run"]
 
@@ -26,7 +25,6 @@ class Run:
         "broken",
         "captured",
         "dropped",
-        "ends",
         "env",
         "evaluation",
         "events",
@@ -35,6 +33,7 @@ class Run:
         "released",
         "state",
         "taken",
+        "times",
         "values",
     )
 
@@ -50,11 +49,11 @@ class Run:
         self.captured = False
         self.dropped = False
         self.broken = False  # launching raised, when it may have taken over memory of the state
-        self.ends: dict[int, float] = {}
         self.observation: Any = None
         self.admitted: asyncio.Future[None] | None = None
         self.released: Event | None = None
         self.events: list[Event] | None = None
+        self.times: Any = None  # kept by a `Recorder`, if it notes this one
 
     def take_state(self) -> StateError | None:
         """Its turn has come on its state: take the arrays; or the reason why not."""
@@ -83,23 +82,25 @@ class Run:
         elif not whole:
             state.mark(asyncio.CancelledError(f"evaluation {evaluation.id} was cancelled halfway"))
 
-    def launch(self, splits: Sequence[BoundSplit], busy: BusyClock | None) -> None:
-        """Launch splits in order, on this thread; tell `busy`, if there is one, of each.
+    def launch(self, segment: int) -> None:
+        """Launch the splits of a segment in order, on this thread.
 
         Raises:
             LaunchError: one could not be launched; the ones before it are.
         """
-        if busy is None:
-            launch_splits(splits, self.env)
-            return
-        for split in splits:
-            began = split.backend.now()
-            launch_splits((split,), self.env)
-            self.count(busy, split, self.env.markers[split.index], began)
+        launch_splits(self.loaded.segment_splits[segment], self.env)
 
-    def count(self, busy: BusyClock, split: BoundSplit, marker: Any, began: float) -> None:
-        """Tell `busy` of a split, or a part of one, that was launched at `began`; `marker` is one of its results."""
-        busy.watch(split.backend, self.loaded.plan.splits[split.index], marker, began, self.ends)
+    def unknowable(self, error: Exception) -> BaseException:
+        """A backend raised where it was asked whether it is done, so nobody can wait for it any more: what that means.
+
+        Marks the state; returns what the caller of the evaluation is told.
+        """
+        why: BaseException = error
+        if self.loaded.splits:
+            why = failure(self.loaded.plan, self.evaluation.id, self.loaded.splits[-1].index, error)
+        if self.taken and self.state is not None:
+            self.state.mark(why)
+        return why
 
     def split_events(self, post: Post) -> Sequence[Event]:
         """One event for each split; those of splits that end later are set by way of `post`."""

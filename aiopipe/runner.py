@@ -22,6 +22,7 @@ from .lane_pool import LanePool
 from .loader import Loaded
 from .mailbox import Mailbox
 from .observe import EvalCallback, Observation, Pieces
+from .recorder import Recorder
 from .run import Run
 from .sched.launch import LaunchError
 from .sched.state import (
@@ -41,7 +42,6 @@ from .sched.state import (
     Watch,
 )
 from .state import State
-from .statistics import BusyClock
 
 __all__ = ["Runner"]
 
@@ -55,20 +55,20 @@ class Runner:
     Args:
         n_copies: how many slots there are.
         pieces: compiles what is observed.
-        busy: told when each split began and ended, if somebody wants to know.
+        recorder: told what happens when, if somebody wants to know.
 
     Attributes:
         eval_callback: observes the evaluations that are submitted from now on.
     """
 
-    def __init__(self, n_copies: int, pieces: Pieces, busy: BusyClock | None = None) -> None:
+    def __init__(self, n_copies: int, pieces: Pieces, recorder: Recorder | None = None) -> None:
         self.state = RunState(n_copies)
         self.lanes = LanePool()
         self.eval_callback: EvalCallback | None = None
         self.n_submitted = 0
         self.closed = False
         self._pieces = pieces
-        self._busy = busy
+        self._recorder = recorder
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runs: dict[int, Run] = {}
         self._mailbox = Mailbox()
@@ -117,6 +117,8 @@ class Runner:
         evaluation = Evaluation(self.n_submitted, *of)
         self.n_submitted += 1
         run = self._runs[evaluation.id] = Run(evaluation, loaded, values, state)
+        if self._recorder is not None:
+            self._recorder.submitted(run)
         depends = self._to_observe(run) if observed and self.eval_callback is not None else loaded.depends
         self._feed(Submit(evaluation.id, depends, None if state is None else id(state)))
         if not run.captured:
@@ -205,11 +207,15 @@ class Runner:
     def _admit(self, instruction: Admit) -> Stimulus | None:
         run = self._runs[instruction.evaluation]
         run.evaluation.copy_id = instruction.copy_id
+        if self._recorder is not None and run.admitted is not None and run.times:  # somebody waits for it
+            self._recorder.admitted(run)
         if run.loaded.captures_inline(run.values):
             return self._captured(run, self._capture(run))
 
         def job() -> None:
             error = self._capture(run)
+            if self._recorder is not None and run.times:
+                self._recorder.captured(run)
             self._post(lambda: self._feed(self._captured(run, error)))
 
         self.lanes.capture.post(job)
@@ -255,11 +261,13 @@ class Runner:
         return None
 
     def _launch_segment(self, run: Run, segment: int) -> LaunchError | None:
-        splits = run.loaded.segment_splits[segment]
         if run.dropped:  # cancelled or failed while this waited for its lane
             return None
         try:
-            run.launch(splits, self._busy)
+            if self._recorder is None or run.times is None:
+                run.launch(segment)
+            else:
+                self._recorder.launch(run, segment)
         except LaunchError as error:
             return error
         return None
@@ -283,7 +291,7 @@ class Runner:
         try:
             return self._look(run)
         except Exception as error:
-            return self._unknowable(run, error)
+            return Completed(run.evaluation.id, run.unknowable(error))
 
     def _look(self, run: Run) -> Stimulus | None:
         if not run.loaded.splits and run.state is not None and run.state.error is not None:  # it never took it
@@ -296,7 +304,8 @@ class Runner:
             return self._drain(run)  # not everything was launched
         if all(backend.all_ready(group) and backend.error_of(group) is None for backend, group in groups):
             return Completed(run.evaluation.id)
-        when_ready(groups, self._post, lambda error: self._completed(run, error))
+        post = self._post if self._recorder is None or run.times is None else self._recorder.ending(run, self._post)
+        when_ready(groups, post, lambda error: self._completed(run, error))
         return None
 
     def _drain(self, run: Run) -> Stimulus | None:
@@ -328,17 +337,7 @@ class Runner:
         try:
             first_failure(run.loaded.splits, run.env.markers, error, self._post, blame)
         except Exception as raised:
-            self._feed(self._unknowable(run, raised))
-
-    @staticmethod
-    def _unknowable(run: Run, error: Exception) -> Stimulus:
-        """A backend raised where it was asked whether it is done: nobody can wait for it any more."""
-        why: BaseException = error
-        if run.loaded.splits:
-            why = failure(run.loaded.plan, run.evaluation.id, run.loaded.splits[-1].index, error)
-        if run.taken and run.state is not None:
-            run.state.mark(why)
-        return Completed(run.evaluation.id, why)
+            self._feed(Completed(run.evaluation.id, run.unknowable(raised)))
 
     def _earlier(self, run: Run) -> Run | None:
         """The evaluation that was submitted last before `run` on the same state and is still under way."""
@@ -365,7 +364,10 @@ class Runner:
         run.evaluation._settle(error=instruction.error, cancelled=cancelled)
 
     def _release(self, instruction: Release) -> None:
-        self._runs.pop(instruction.evaluation).release()
+        run = self._runs.pop(instruction.evaluation)
+        if self._recorder is not None and run.times:
+            self._recorder.released(run)
+        run.release()
 
     _carry_out: ClassVar[dict[type, Callable[[Runner, Any], Stimulus | None]]] = {
         Admit: _admit,
@@ -380,7 +382,7 @@ class Runner:
     def _to_observe(self, run: Run) -> Sequence[tuple[int, ...]]:
         """Have a run observed: all of it is one segment, so that the callback is called in order."""
         assert self.eval_callback is not None
-        run.observation = Observation(run, self.eval_callback, self._pieces, self.lanes, self._post, self._busy)
+        run.observation = Observation(run, self.eval_callback, self._pieces, self.lanes, self._post, self._recorder)
         return ((),)
 
     def _observed(self, run: Run, error: BaseException | None) -> None:

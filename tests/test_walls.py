@@ -19,8 +19,10 @@ FOLDER = Path(__file__).resolve().parent.parent / PACKAGE
 # Lowest first. A file imports only from rows above its own. A package's own `__init__` goes by the package's name.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "devices", "sched", "_threads", "_jax_settings"),
-    ("graph", "events", "comparison", "handle", "lanes"),
+    ("graph", "events", "comparison", "handle", "lanes", "spans"),
     ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types"),
+    ("notes", "timeline_draw", "timeline_file"),
+    ("timeline_plot",),
     ("_arguments", "buffer", "graph_plan", "_jax"),
     ("_jaxpr", "_jax_export", "_specs", "fetch", "tensor_range"),
     ("_jax_cost", "_jax_lift", "sched.assign_check", "_jax_memory", "tensor_moves"),
@@ -30,7 +32,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("lane_pool", "live_weights", "devices.remote_actor", "devices.xla", "devices.simvalue", "sched.assign"),
     ("devices.remote_link", "devices.simbackend", "sched.order"),
     ("devices.remote", "sched.split"),
-    ("devices.ray", "statistics", "sched.alloc", "sched.lower"),
+    ("devices.ray", "sched.alloc", "sched.lower"),
     ("sched.plan_text",),
     ("sched.plan_dot",),
     ("devices.sim", "sched.plan", "sched.state"),
@@ -38,12 +40,13 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("loader",),
     ("completion", "mailbox"),
     ("run",),
-    ("observe",),
+    ("recorder",),
+    ("observe", "timeline"),
     ("runner", "by_hand"),
     ("plans",),
-    ("states", "closing"),
+    ("states", "closing", "statistics"),
     ("sched.scheduler",),
-    ("placement", "timeline"),
+    ("placement",),
     ("pipeline", "compare"),
     ("",),
     ("cli",),
@@ -58,9 +61,9 @@ TRACING = frozenset(
     "_arguments _jax _jax_cost _jax_export _jax_lift _jax_memory _jax_settings _jax_source _jax_types _jaxpr _specs "
     "trace".split()
 )
-PURE = TRACING | {"errors", "graph", "graph_builder", "devices.base"}
+PURE = TRACING | set("errors graph graph_builder devices.base notes spans timeline_draw timeline_file".split())
 SCHEDULING = tuple(
-    "sched by_hand closing completion lane_pool loader observe plans run runner staging states statistics "
+    "sched by_hand closing completion lane_pool loader observe plans recorder run runner staging states statistics "
     "streaming".split()
 )
 IMPURE_SCHED = frozenset({"sched.scheduler"})
@@ -72,7 +75,11 @@ JAX_IN = TRACING | {"devices.xla", "fetch", "placement", "pipeline", "state", "s
 
 # `ml_dtypes` comes with JAX, which cannot do without it.
 CORE_DEPENDENCIES = frozenset({"anyio", "jax", "jaxlib", "ml_dtypes", "numpy"})
-EXTRAS = {"cli": frozenset({"rich", "typer"}), "devices.ray": frozenset({"ray"})}
+EXTRAS = {
+    "cli": frozenset({"rich", "typer"}),
+    "devices.ray": frozenset({"ray"}),
+    "timeline_plot": frozenset({"matplotlib"}),
+}
 
 MAX_LINES = 400
 

@@ -6,7 +6,8 @@ write different slots, and let go of none that the other reads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..backend import Backend, Executable
@@ -65,12 +66,20 @@ class BoundSplit:
         self.marker = feed.marker
 
 
-def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
+def launch_splits(
+    splits: Sequence[BoundSplit],
+    env: Environment,
+    times: list[float] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
     """Launch splits in order; their results appear in the environment, not yet ready.
 
     Args:
         splits: which ones.
         env: the evaluation's values.
+        times: where to write down when the values that a split brings over had been asked for, if it brings any,
+            and when its call had returned; see `aiopipe.notes`.
+        clock: says what time it is.
 
     Raises:
         LaunchError: one could not be launched; the ones before it are.
@@ -87,6 +96,8 @@ def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
                     moved = split.backend.transfer([slots[read] for read, _ in moves])
                     for (_, fill), value in zip(moves, moved, strict=True):
                         slots[fill] = value
+                if times is not None:
+                    times.append(clock())
             operands = split.template.copy()
             for position, slot in split.feeds:
                 operands[position] = slots[slot]
@@ -94,6 +105,8 @@ def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
             for slot, value in zip(split.outputs, results, strict=False):  # a token, behind them, has no slot
                 slots[slot] = value
             marker = markers[split.index] = results[split.marker]
+            if times is not None:
+                times.append(clock())
             split.backend.launched(marker)
         except Exception as error:
             raise LaunchError(split.index) from error

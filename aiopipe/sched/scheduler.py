@@ -13,21 +13,22 @@ from ..backend import Backend
 from ..by_hand import ByHand
 from ..closing import Closing
 from ..devices.base import BufferType
-from ..errors import PlacementError, ReplanError
+from ..errors import AiopipeError, PlacementError, ReplanError
 from ..evaluation import Evaluation
 from ..graph import Graph, Tensor
 from ..loader import Loaded, Loader
 from ..observe import EvalCallback, Pieces
 from ..plans import Plans
+from ..recorder import CAPACITY, Recorder
 from ..registry import with_host
 from ..runner import Runner
 from ..state import State, check_state
 from ..states import States
-from ..statistics import BusyClock, Statistics
+from ..statistics import Statistics, statistics_of
 from ..streaming import stream_in_order
+from ..timeline import Timeline
 from .alloc import choose_buffer_types, memory_limits
 from .plan import Plan
-from .state import Outcome
 
 __all__ = ["Scheduler"]
 
@@ -52,7 +53,8 @@ class Scheduler:
             (`Device.offload_op`; cause ``1.off``). The weight is copied there once, when the graph is planned.
         forbid_replan: plan only when asked to, by `plan`, `reserve` or `alloc_graph`. An evaluation that
             would need a new plan (a graph that is new, or whose pins have changed) raises `ReplanError`.
-        timeline: record how long every split ran, for `statistics().busy`.
+        timeline: record what runs where and when: `Scheduler.timeline`. A number says of how many spans the
+            newest are kept.
         on_progress: called with (compiled, to compile) while a new plan is compiled.
 
     Use it as an async context manager, on one event loop.
@@ -70,17 +72,18 @@ class Scheduler:
         memory_limit: int | Mapping[str, int] | None = None,
         op_offload: bool = False,
         forbid_replan: bool = False,
-        timeline: bool = False,
+        timeline: bool | int = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.backends, self._opened = with_host(backends)
-        self._busy = BusyClock([b.name for b in self.backends]) if timeline else None
+        recorder = Recorder(self.backends, CAPACITY if timeline is True else timeline) if timeline else None
+        self._timeline = None if recorder is None else Timeline.of(recorder)
         self.buffer_types = choose_buffer_types([backend.device for backend in self.backends], buffer_types)
         self.memory_limits = memory_limits([backend.device for backend in self.backends], memory_limit)
         self._loader = Loader(on_progress)
         auto = n_copies == "auto"
         copies = AUTO_COPIES if isinstance(n_copies, str) else n_copies
-        self._runner = Runner(copies, Pieces(self._loader.compile), self._busy)
+        self._runner = Runner(copies, Pieces(self._loader.compile), recorder)
         self._plans = Plans(
             self.backends,
             self.memory_limits,
@@ -111,6 +114,17 @@ class Scheduler:
     def n_splits(self) -> int:
         """How many splits the graph that was planned last has; 0 before the first."""
         return self._last_n_splits
+
+    @property
+    def timeline(self) -> Timeline:
+        """What ran where and when; of the newest evaluations. It can be read after the end, too.
+
+        Raises:
+            AiopipeError: the scheduler was made without ``timeline=True``.
+        """
+        if self._timeline is None:
+            raise AiopipeError("this scheduler records no timeline: make it with timeline=True")
+        return self._timeline
 
     def buffer_size(self, backend: Backend | str) -> int:
         """Bytes that the loaded plans need on a backend.
@@ -316,30 +330,12 @@ class Scheduler:
 
     def statistics(self) -> Statistics:
         """What has been done since the scheduler was made."""
-        state = self._runner.state
-        return Statistics(
-            submitted=self._runner.n_submitted,
-            admitted=state.n_admitted,
-            succeeded=state.counts[Outcome.SUCCESS],
-            failed=state.counts[Outcome.FAILED],
-            cancelled=state.counts[Outcome.CANCELLED],
-            aborted=state.counts[Outcome.ABORTED],
-            in_flight=state.in_flight,
-            waiting=state.waiting,
-            n_copies=state.n_copies,
-            plans=len(self._plans.values()),
-            planned=self._plans.n_planned,
-            replanned=self._plans.n_replanned,
-            compiled=self._loader.n_compiled,
-            copied_weights_nbytes=self._loader.copied_weights_nbytes,
-            busy=self._busy.shares() if self._busy else {},
-            busy_s=self._busy.seconds() if self._busy else {},
-        )
+        return statistics_of(self._runner, self._plans, self._loader, self._timeline)
 
     def reset_busy(self) -> None:
         """Count busy time from now on (after warming up, say)."""
-        if self._busy is not None:
-            self._busy.reset()
+        if self._timeline is not None:
+            self._timeline.clear()
 
     async def aclose(self, *, cancel: bool = False, timeout_s: float | None = 30.0) -> None:
         """Finish (or with `cancel` drop) what is in flight, then end every thread. Idempotent.
