@@ -22,7 +22,20 @@ from typing import Any, NamedTuple
 
 from .spans import HOST_TRACK, Span
 
-__all__ = ["ADMITTED", "CAPTURED", "COPIED", "ENDED", "EVALUATED", "LAUNCHED", "QUICK", "RAN", "Note", "PlanInfo", "SplitInfo", "spans_of"]
+__all__ = [
+    "ADMITTED",
+    "CAPTURED",
+    "COPIED",
+    "ENDED",
+    "EVALUATED",
+    "LAUNCHED",
+    "QUICK",
+    "RAN",
+    "Note",
+    "PlanInfo",
+    "SplitInfo",
+    "spans_of",
+]
 
 Note = tuple[Any, ...]
 """One of the kinds below, then its fields."""
@@ -110,8 +123,10 @@ class _Launch:
     """When it was seen to have ended; not a number where nobody looked."""
     begin: float = math.nan
     limit: float = math.inf
-    """It had ended by then."""
+    """It had ended by then, for certain."""
     usual: float = math.nan
+    wish: float = math.inf
+    """By when it should have ended, for what came after it to take its usual time."""
 
     @property
     def seen(self) -> bool:
@@ -260,8 +275,8 @@ def _sharpen(launches: Sequence[_Launch]) -> None:
         else:
             launch.begin = min(ready, launch.limit)
             # Where nothing like it was ever seen, it is taken to have lasted as long as it can have.
-            takes = launch.limit - launch.begin if math.isnan(launch.usual) else launch.usual
-            end = launch.limit = min(launch.limit, launch.begin + takes)
+            takes = math.inf if math.isnan(launch.usual) else launch.usual
+            end = launch.limit = max(launch.begin, min(launch.wish, launch.begin + takes))
         last[launch.info.backend] = ended[launch.evaluation, launch.index] = end
 
 
@@ -312,7 +327,8 @@ def _hurry(launches: Sequence[_Launch]) -> None:
         if launch.seen:
             end = surely = launch.end = min(launch.end, surely)
         else:
-            end = launch.limit = max(launch.moved, min(surely, next_begin, reader_begin))
+            launch.limit = surely
+            end = launch.wish = min(surely, next_begin, reader_begin)
         begin = end if math.isnan(launch.usual) else end - launch.usual
         following[launch.info.backend] = surely, begin
         for d in launch.info.depends:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -386,3 +387,31 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_content_is_json() -> None:
     span = ap.Span("wait", HOST_TRACK, 3, -1, -1, 0.0, 1.0, "wait")
     assert json.loads(json.dumps(to_trace([span], ["a"])))["otherData"]["backends"] == ["a"]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_was_seen_the_order_holds(seed: int) -> None:
+    """Random devices do random work in order; whatever part of the ends is seen, and however late, nothing overlaps."""
+    rng = random.Random(seed)
+    info = plan(("a", ()), ("b", (0,)), ("a", (1,)))
+    notes: list[Note] = []
+    free = {"a": 0.0, "b": 0.0}
+    for k in range(20):
+        asked, end = k * 0.5, 0.0
+        times, ends = [asked, asked], []
+        for split in info.splits:
+            times.append(times[-1] + 0.01)
+            end = free[split.backend] = max(free[split.backend], times[-1], end) + rng.choice([0.2, 1.0, 1.1])
+            ends.append(end)
+        seen = [i for i in range(3) if rng.random() < 0.5]
+        notes += [(ENDED, k, i, ends[i] + rng.choice([0.0, 0.0, 0.3])) for i in seen]
+        notes.append(evaluated(k, end + 0.3, *times))
+    spans = spans_of(notes, {0: info})
+    by_split = {(s.evaluation, s.split): s for s in spans if s.kind == "compute"}
+    assert len(by_split) == 60
+    for (evaluation, split), span in by_split.items():
+        assert span.begin_s <= span.end_s
+        assert not split or span.begin_s >= by_split[evaluation, split - 1].end_s
+    for name in "ab":
+        lane = sorted((s for s in by_split.values() if s.backend == name), key=lambda s: (s.evaluation, s.split))
+        assert all(b.begin_s >= a.end_s for a, b in itertools.pairwise(lane))
