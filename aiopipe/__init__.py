@@ -1,6 +1,8 @@
 """aiopipe: asyncio-native pipeline-parallel execution on JAX devices."""
 
 from .backend import Backend
+from .batch_tally import BatcherStatistics
+from .batcher import Batcher
 from .buffer import Buffer, tensor_view
 from .compare import compare_backends, graph_copy
 from .comparison import Comparison, NodeDifference
@@ -13,8 +15,11 @@ from .errors import (
     AllocationError,
     BackendClosedError,
     BackendLostError,
+    DeadlineExceeded,
     EvaluationAborted,
     EvaluationError,
+    OutOfMemoryError,
+    OverloadedError,
     PlacementError,
     ReplanError,
     StateError,
@@ -38,6 +43,7 @@ from .sched.scheduler import Scheduler
 from .spans import Overlap, Span
 from .state import Snapshot, State
 from .statistics import Statistics
+from .sync import run_sync
 from .tensor_moves import Reading, tensor_copy_async
 from .timeline import Timeline
 from .trace import trace
@@ -50,11 +56,14 @@ __all__ = [
     "Backend",
     "BackendClosedError",
     "BackendLostError",
+    "Batcher",
+    "BatcherStatistics",
     "Buffer",
     "BufferType",
     "BufferUsage",
     "Capabilities",
     "Comparison",
+    "DeadlineExceeded",
     "Device",
     "DeviceProps",
     "DeviceType",
@@ -69,7 +78,9 @@ __all__ = [
     "Handle",
     "Node",
     "NodeDifference",
+    "OutOfMemoryError",
     "Overlap",
+    "OverloadedError",
     "Pipeline",
     "PlacementError",
     "Plan",
@@ -95,6 +106,7 @@ __all__ = [
     "place",
     "register_backend",
     "registered_backends",
+    "run_sync",
     "tensor_copy_async",
     "tensor_view",
     "trace",

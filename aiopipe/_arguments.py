@@ -79,7 +79,9 @@ def flattener(
             if type(x) is np.ndarray:
                 if x.shape != shape or x.dtype != dtype:
                     return False
-            elif not isinstance(x, jax.Array) or x.shape != shape or x.dtype != dtype or x.is_deleted():
+            elif not isinstance(x, jax.Array) or x.shape != shape or x.dtype != dtype or isinstance(x, jax.core.Tracer):
+                return False
+            elif x.is_deleted():
                 return False
         return True
 

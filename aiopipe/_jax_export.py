@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from ._jax import aval_of, calls_back, config_context, function_of, host_view
+from ._jax import aval_of, config_context, host_view
+from ._jax_compile import calls_back, function_of
 from ._jax_types import dtype_name, dtype_of, nbytes_of
 from .devices.base import Program
 from .errors import PlacementError

@@ -13,6 +13,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from ._jax_settings import undisturbed
 from ._jax_types import PLAIN_DTYPES, dtype_of, sharding_of
 from .graph import Tensor
 from .tensor_range import Range
@@ -34,7 +35,7 @@ def put_in(value: Any, device: jax.Device, memory_kind: str | None) -> Any:
         if memory_kind is None or memory_kind == device.default_memory().kind
         else SingleDeviceSharding(device, memory_kind=memory_kind)
     )
-    with _keeping(value.dtype):
+    with undisturbed(), _keeping(value.dtype):
         return jax.device_put(value, sharding)
 
 
@@ -51,7 +52,7 @@ _WIDE = frozenset(np.dtype(t) for t in (np.int64, np.uint64, np.float64, np.comp
 
 def duplicate(value: jax.Array, device: jax.Device) -> jax.Array:
     """A copy of an array of a device, in memory of its own there. Waits."""
-    with _keeping(value.dtype):
+    with undisturbed(), _keeping(value.dtype):
         made: jax.Array = jax.device_put(jnp.array(value, copy=True), sharding_of(device))
         return made.block_until_ready()
 
@@ -68,7 +69,7 @@ def ranges_on_device(tensor: Tensor) -> bool:
 
 
 def _indices(offset: Any, stride: Any, n: int, size: int) -> Any:
-    return offset + stride * jnp.arange(n, dtype=jnp.int32)[:, None] + jnp.arange(size, dtype=jnp.int32)
+    return offset + stride * jnp.arange(n, dtype=jnp.int32)[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
 
 
 @functools.partial(jax.jit, static_argnames=("n", "size"))
@@ -92,7 +93,8 @@ def _write(value: Any, offset: Any, stride: Any, data: Any) -> Any:
 
 def read_on_device(value: jax.Array, where: Range) -> np.ndarray[Any, Any]:
     """Elements of an array, of shape ``(where.n, where.size)``; only they travel to the host. Waits."""
-    return np.array(_read(value, np.int32(where.offset), np.int32(where.stride), where.n, where.size))
+    with undisturbed():
+        return np.array(_read(value, np.int32(where.offset), np.int32(where.stride), where.n, where.size))
 
 
 def write_on_device(value: jax.Array, where: Range, data: np.ndarray[Any, Any]) -> jax.Array:
@@ -100,5 +102,6 @@ def write_on_device(value: jax.Array, where: Range, data: np.ndarray[Any, Any]) 
 
     The old one is left as it is, so for a moment there are both.
     """
-    made: jax.Array = _write(value, np.int32(where.offset), np.int32(where.stride), data)
-    return made
+    with undisturbed():
+        made: jax.Array = _write(value, np.int32(where.offset), np.int32(where.stride), data)
+        return made

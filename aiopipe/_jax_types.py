@@ -27,6 +27,7 @@ __all__ = [
     "nbytes_of",
     "sharding_of",
     "spec_of",
+    "struct",
     "type_key",
 ]
 
@@ -110,7 +111,8 @@ def is_ref(aval_or_value: Any) -> bool:
     return type(aval).__name__ == "AbstractRef" or type(aval_or_value).__name__ in ("Ref", "ArrayRef", "MutableArray")
 
 
-def _struct(shape: Sequence[int], dtype: Any, *, weak: bool = False, sharding: Any = None) -> jax.ShapeDtypeStruct:
+def struct(shape: Sequence[int], dtype: Any, *, weak: bool = False, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """A `jax.ShapeDtypeStruct`, typed."""
     make: Any = jax.ShapeDtypeStruct  # untyped in some versions of JAX
     made: jax.ShapeDtypeStruct = make(tuple(shape), dtype, weak_type=weak, sharding=sharding)
     return made
@@ -118,7 +120,7 @@ def _struct(shape: Sequence[int], dtype: Any, *, weak: bool = False, sharding: A
 
 def aval_of(tensor: Tensor, device: jax.Device | None = None) -> jax.ShapeDtypeStruct:
     """Shape and type of a tensor as JAX takes them, committed to `device` if one is given."""
-    return _struct(tensor.shape, dtype_of(tensor.dtype), sharding=None if device is None else sharding_of(device))
+    return struct(tensor.shape, dtype_of(tensor.dtype), sharding=None if device is None else sharding_of(device))
 
 
 def spec_of(value: Any, name: str = "value") -> jax.ShapeDtypeStruct:
@@ -130,14 +132,15 @@ def spec_of(value: Any, name: str = "value") -> jax.ShapeDtypeStruct:
 
     Raises:
         TensorError: nothing that JAX computes with.
-        TraceError: a tracer or a mutable reference.
+        TraceError: a tracer or a mutable reference; or an array of 64 bits on a device, where those are off.
     """
     if isinstance(value, Tensor):
+        _check_wide(value.dtype, name)
         return aval_of(value)
     if isinstance(value, jax.ShapeDtypeStruct):
         return value
     if is_scalar(value):
-        return _struct((), dtype_of(canonical_dtype(value)), weak=not isinstance(value, bool))
+        return struct((), dtype_of(canonical_dtype(value)), weak=not isinstance(value, bool))
     if isinstance(value, jax.core.Tracer):
         raise TraceError(
             f"{name!r} is a tracer of a jax transformation, expected an array: call this outside jit and grad"
@@ -146,12 +149,23 @@ def spec_of(value: Any, name: str = "value") -> jax.ShapeDtypeStruct:
         raise TraceError(f"{name!r} is a mutable reference, expected an array: give its value, ref[...]")
     has_type = isinstance(value, (jax.Array, np.ndarray, np.generic, Handle))
     if has_type and getattr(value.dtype, "kind", "V") not in "OSUMm":
+        if isinstance(value, (jax.Array, Handle)):
+            _check_wide(dtype_name(value.dtype), name)
         weak = bool(getattr(value, "weak_type", False))
-        return _struct(value.shape, dtype_of(canonical_dtype(value)), weak=weak)
+        return struct(value.shape, dtype_of(canonical_dtype(value)), weak=weak)
     raise TensorError(
         f"{name!r} is a {type(value).__name__}, expected an array, a scalar, a jax.ShapeDtypeStruct or a Tensor: "
         "close over what is no array, or part the two (equinox.partition, flax.nnx.split)"
     )
+
+
+def _check_wide(dtype: str, name: str) -> None:
+    """Refuse an array on a device that has 64 bits where those are off: NumPy arrays are narrowed, but not these."""
+    if not dtype.startswith("key<") and canonical_dtype(dtype_of(dtype)) != dtype:
+        raise TraceError(
+            f"{name!r} is {dtype} on its device, but 64 bit types are off here: do this under jax.enable_x64(True), as "
+            "when it was put there, or put it there again without"
+        )
 
 
 def type_key(value: Any) -> Hashable:

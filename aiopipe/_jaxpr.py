@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._jax import source_context
+from ._jax_settings import config_context, undisturbed
 from ._jax_types import is_ref
 
 __all__ = [
@@ -69,7 +70,8 @@ def make_jaxpr(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[FlatJaxpr, 
     Returns:
         The jaxpr, and the result as a pytree of `jax.ShapeDtypeStruct`s.
     """
-    jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    with config_context((("disable_jit", False),)):  # loops stay loops
+        jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     return open_jaxpr(jaxpr), shapes
 
 
@@ -265,10 +267,12 @@ def _freeze_array(value: Any, lifted: Mapping[int, int]) -> Hashable:
     if isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and value.is_deleted()):
         return _Same(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return (str(value.dtype), _freeze_array(jax.random.key_data(value), _NONE))
+        with undisturbed():
+            return (str(value.dtype), _freeze_array(jax.random.key_data(value), _NONE))
     if value.nbytes > _LARGE_NBYTES or value.dtype == object:
         return _Same(value)
-    data = np.asarray(value)
+    with undisturbed():
+        data = np.asarray(value)
     return (str(data.dtype), data.shape, data.tobytes(), bool(getattr(value, "weak_type", False)))
 
 

@@ -5,6 +5,10 @@ called" or a segmentation fault. A pool of idle threads that nobody told to stop
 ever: after an event loop that Ctrl-C broke off, nobody does. So work runs in a thread that ends
 with it and that the interpreter waits for, as it would for a call of JAX in the main thread; and
 threads that serve a queue are closed at exit, if nobody has closed them before.
+
+The rest of aiopipe makes its threads, and all that one thread leaves for another or waits with, by
+the names here (``_threads.Lock()``), so that there is one place to put others in: `tests/schedules.py`
+has some that run one thread at a time, in an order of its choice.
 """
 
 from __future__ import annotations
@@ -12,13 +16,26 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextvars
-import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["close_at_exit", "closing_s", "in_thread"]
+from ._loops import running_loop
+
+__all__ = [
+    "Event",
+    "Lock",
+    "SimpleQueue",
+    "Thread",
+    "close_at_exit",
+    "closing_s",
+    "deque",
+    "in_thread",
+]
 
 T = TypeVar("T")
 
@@ -42,15 +59,20 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
         call: may block.
         name: of the thread, after ``aiopipe-``.
     """
-    loop = asyncio.get_running_loop()
+    loop = running_loop()
     done: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
+    # The thread may be slow to end. By the time the result is known, it leads neither to that nor to the call.
+    todo, waiting = [call], [done]
+    del call
 
-    def settle(result: T | None, error: BaseException | None) -> None:
+    def settle(outcome: list[Any]) -> None:
+        done, (result, error) = waiting.pop(), outcome
+        outcome.clear()
         if done.done():  # cancelled
             return
         if error is None:
-            done.set_result(result)  # type: ignore[arg-type]  # a T where there is no error
+            done.set_result(result)
         elif isinstance(error, StopIteration):  # no future takes one
             failure = RuntimeError(f"{name} raised StopIteration")
             failure.__cause__ = error
@@ -59,19 +81,18 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
             done.set_exception(error)
 
     def work() -> None:
-        result: T | None = None
-        failure: BaseException | None = None
+        outcome: list[Any] = []
         try:
-            result = context.run(call)
+            outcome += (context.run(todo.pop()), None)
         except BaseException as error:
-            failure = error
+            outcome += (None, error)
         try:
-            loop.call_soon_threadsafe(settle, result, failure)
+            loop.call_soon_threadsafe(settle, outcome)
         except RuntimeError:
             if not loop.is_closed():  # a closed loop has nobody left to tell
                 raise
 
-    threading.Thread(target=work, name=f"aiopipe-{name}", daemon=False).start()
+    Thread(target=work, name=f"aiopipe-{name}", daemon=False).start()
     return await done
 
 

@@ -103,8 +103,10 @@ class Backend(TensorIO):
         memory: the buffers that are alive here.
         tells_times: whether the device says when it did what, in `told`.
         told: where to, while a list is there: what is launched and copied, as soon as it is asked for.
+        has_threads: whether closing has to wait for threads, the queue's or others.
     """
 
+    has_threads = True
     tells_times: ClassVar[bool] = False
 
     def __init__(self, name: str, device: Device, *, dispatch: Dispatch = "auto") -> None:
@@ -185,6 +187,13 @@ class Backend(TensorIO):
         """
         return None if tensor.dtype.startswith("key<") else np.empty(tensor.shape, dtype_of(tensor.dtype))
 
+    def show(self, buffer: Any) -> Any:
+        """What stands for a `host_buffer` wherever it is transferred here, also after it was written again.
+
+        Unless overridden the buffer itself. Whatever is cheaper to transfer will do, as long as it is the same memory.
+        """
+        return buffer
+
     def accepts(self, value: Any) -> bool:
         """Whether the value is an immutable handle that `transfer` takes as it is (so capturing it copies nothing)."""
         return False
@@ -263,7 +272,7 @@ class Backend(TensorIO):
         self.check_open()
         plan = GraphPlan(graph, self)
 
-        def load() -> None:  # a thread that is ending shall not keep the weights
+        def load() -> None:  # asyncio keeps what was awaited until the task awaits again: not the weights
             plan.load()
 
         await in_thread(load, "compile")
@@ -347,13 +356,32 @@ class Backend(TensorIO):
         await self.queue.synchronize()
 
     async def aclose(self) -> None:
-        """Finish what is running, then end the threads. What waits for an event is dropped. Idempotent."""
+        """Finish what is running, then end the threads. What waits for an event is dropped. Idempotent.
+
+        Where it is cancelled it waits for nothing more: the threads end as soon as what they do is done.
+
+        Raises:
+            WrongLoopError: another event loop has work in the queue.
+        """
+        self.queue.check_own()
         try:
-            await self.queue.aclose()
+            await self.queue.finish()
         finally:
             self.closed = True
             self.newest.clear()
             self._graph_plans.clear()
+            if self.has_threads:
+                await in_thread(self._end, "close")  # which goes on when this is cancelled
+
+    def _end(self) -> None:
+        self.queue.close_lane()
+        self.end_threads()
+
+    def end_threads(self) -> None:
+        """End the threads that this kind of backend has of its own, after what they have to do. May block. Idempotent.
+
+        Called off the event loop, when the queue's own has ended.
+        """
 
     async def __aenter__(self) -> Backend:
         return self

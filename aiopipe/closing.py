@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import anyio
 
+from ._loops import running_loop
 from ._threads import in_thread
 from .backend import Backend
 from .plans import Plans
@@ -44,16 +45,19 @@ class Closing:
 
     async def close(self, *, cancel: bool, timeout_s: float | None) -> None:
         """`Scheduler.aclose`."""
+        if self._runner.move():
+            self._task = None  # which can never end
         self._runner.closed = True
         if self._task is None:
             self._plans.cancel()
-            self._task = asyncio.get_running_loop().create_task(self._close(timeout_s), name="aiopipe close")
+            self._task = running_loop().create_task(self._close(timeout_s), name="aiopipe close")
         if cancel:
             self._runner.cancel_all()
         cancelled: asyncio.CancelledError | None = None
         while not self._task.done():  # threads and arrays must not outlive a cancelled caller
             try:
-                await asyncio.shield(self._task)
+                with anyio.CancelScope(shield=cancelled is not None):  # its scopes cancel again and again: once will do
+                    await asyncio.shield(self._task)
             except asyncio.CancelledError as error:
                 cancelled = error
                 self._runner.cancel_all()
@@ -63,7 +67,7 @@ class Closing:
 
     def __del__(self) -> None:
         runner = getattr(self, "_runner", None)
-        if runner is None or runner.closed or not runner.entered:
+        if runner is None or runner.closed or runner.loop is None:
             return
         warnings.warn(
             f"a scheduler over {self._names} was never closed: use it (or its Pipeline) in an 'async with' block, or "
@@ -84,4 +88,5 @@ class Closing:
         with anyio.move_on_after(timeout_s):
             for backend in self._opened:
                 await backend.aclose()
+        self._runner.hang_up()
         self._let_go()

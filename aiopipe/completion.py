@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from .backend import Backend
-from .errors import BackendLostError, EvaluationError
-from .sched.launch import BoundSplit, LaunchError
+from .devices.base import NodeFailure
+from .errors import BackendLostError, DeadlineExceeded, EvaluationError, OutOfMemoryError, says_no_room
+from .sched.launch import BoundSplit, Environment, LaunchError
 from .sched.plan import Plan
 
-__all__ = ["blamed", "failure", "first_failure", "launched", "when_ready"]
+__all__ = ["blamed", "failure", "first_failure", "launched", "overdue", "unfinished", "when_ready"]
 
 Post = Callable[..., None]
 """Has the loop call a function with arguments; from any thread."""
@@ -18,17 +19,28 @@ Post = Callable[..., None]
 Group = tuple[Backend, Sequence[Any]]
 
 
-def launched(splits: Sequence[BoundSplit], markers: Sequence[Any]) -> list[Group]:
-    """The markers of the splits that were launched, for each backend."""
+class _Place(TypedDict):
+    split: int
+    backend: str
+    node: str
+    source: str
+
+
+def launched(splits: Sequence[BoundSplit], env: Environment) -> list[Group]:
+    """The markers of the splits that were launched, and copies that nothing reads, for each backend."""
     groups: dict[str, tuple[Backend, list[Any]]] = {}
-    for split, marker in zip(splits, markers, strict=True):
-        if marker is not None:
-            groups.setdefault(split.backend.name, (split.backend, []))[1].append(marker)
+    markers = [(split.backend, marker) for split, marker in zip(splits, env.markers, strict=True) if marker is not None]
+    for backend, value in (*markers, *env.strays):
+        groups.setdefault(backend.name, (backend, []))[1].append(value)
     return list(groups.values())
 
 
 def when_ready(groups: Sequence[Group], post: Post, then: Callable[[BaseException | None], None]) -> None:
     """Call ``then(first error)`` on the loop when every group is ready. There is at least one."""
+    if len(groups) == 1:
+        [(backend, group)] = groups
+        backend.notify(group, lambda error: post(then, error))
+        return
     left = len(groups)
     first: BaseException | None = None
 
@@ -95,7 +107,7 @@ def blamed(splits: Sequence[BoundSplit], markers: Sequence[Any], error: LaunchEr
         markers: their markers.
         error: what launching raised.
     """
-    assert isinstance(error.__cause__, Exception)
+    assert error.__cause__ is not None
     for split in splits[: error.split]:
         marker = (markers[split.index],)
         try:
@@ -103,27 +115,78 @@ def blamed(splits: Sequence[BoundSplit], markers: Sequence[Any], error: LaunchEr
                 cause = split.backend.error_of(marker)
                 if cause is not None:
                     return split.index, cause
-        except Exception as raised:  # a backend that cannot even say whether it is done
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as raised:  # a backend that cannot even say whether it is done
             return split.index, raised
     return error.split, error.__cause__
 
 
 def failure(plan: Plan, evaluation: int, split: int, cause: BaseException) -> EvaluationError | BackendLostError:
     """The error that the caller of an evaluation gets: where its backend is gone, that one says so itself."""
-    node = plan.graph.nodes[plan.splits[split].nodes[0]]
-    backend = plan.devices[plan.splits[split].backend].name
+    error: EvaluationError | BackendLostError
+    position = cause.position if isinstance(cause, NodeFailure) else None
+    said = f"evaluation {evaluation} of {plan.graph.name!r} failed in {_named(plan, split, position)}: {cause}"
     if isinstance(cause, BackendLostError):
-        lost = BackendLostError(f"evaluation {evaluation} of {plan.graph.name!r} is lost: {cause}")
-        lost.__cause__ = cause.with_traceback(None)
-        return lost
-    error = EvaluationError(
-        f"evaluation {evaluation} of {plan.graph.name!r} failed in split {split} on {backend!r}, "
-        f"which begins with {node.op!r} at {node.source or 'an unknown line'}: {cause}",
-        split=split,
-        backend=backend,
-        node=node.name,
-        source=node.source,
-    )
+        error = BackendLostError(f"evaluation {evaluation} of {plan.graph.name!r} is lost: {cause}")
+    elif says_no_room(cause):
+        device, size = plan.devices[plan.splits[split].backend], plan.sizes[plan.splits[split].backend]
+        error = OutOfMemoryError(
+            f"{said}\n{device.name!r} has no memory left. This plan alone needs {size.fixed_nbytes} bytes there, and "
+            f"{size.copy_nbytes} more for each of n_copies: take fewer copies or smaller inputs, or put less on this "
+            "device. With memory_limit, what does not fit is refused before it runs",
+            **_place_of(plan, split),
+            asked_nbytes=size.total(1),
+            available_nbytes=device.props.memory_nbytes or 0,
+        )
+    else:
+        error = EvaluationError(said, **_place_of(plan, split, position))
     # Without its traceback: those frames are ours, and would keep the evaluation's arrays alive.
     error.__cause__ = cause.with_traceback(None)
     return error
+
+
+def unfinished(splits: Sequence[BoundSplit], markers: Sequence[Any]) -> tuple[int, str]:
+    """The first split that has been launched and is not ready, or else the first that has not been launched.
+
+    Returns:
+        Its index and what there is to say of it; -1 where there is none.
+    """
+    waiting = -1
+    for split in splits:
+        if markers[split.index] is None:
+            waiting = split.index if waiting < 0 else waiting
+        elif not _ready(split, markers[split.index]):
+            return split.index, "is still running"
+    if waiting >= 0:
+        return waiting, "is not launched yet: launching takes that long, or it waits for its turn"
+    return -1, "the devices are done with it, but have not said so, or an input that it returns is not ready"
+
+
+def overdue(plan: Plan, evaluation: int, deadline_s: float, split: int, why: str) -> DeadlineExceeded:
+    """The error of an evaluation that is not done in time, because of one of its splits (-1: of none)."""
+    said = f"evaluation {evaluation} of {plan.graph.name!r} was not done within {deadline_s} s: "
+    if split < 0:
+        return DeadlineExceeded(said + why, split=-1, backend="", node="", source="")
+    return DeadlineExceeded(f"{said}{_named(plan, split)}, {why}", **_place_of(plan, split))
+
+
+def _ready(split: BoundSplit, marker: Any) -> bool:
+    try:
+        return split.backend.all_ready((marker,))
+    except Exception:  # a backend that cannot say so is not done
+        return False
+
+
+def _named(plan: Plan, split: int, position: int | None = None) -> str:
+    place = _place_of(plan, split, position)
+    which = "which begins with" if position is None else "in"
+    op = plan.graph.nodes[plan.splits[split].nodes[position or 0]].op
+    return f"split {split} on {place['backend']!r}, {which} {op!r} at {place['source'] or 'an unknown line'}"
+
+
+def _place_of(plan: Plan, split: int, position: int | None = None) -> _Place:
+    """A split, and that of its nodes which is to blame, or its first."""
+    node = plan.graph.nodes[plan.splits[split].nodes[position or 0]]
+    backend = plan.devices[plan.splits[split].backend].name
+    return {"split": split, "backend": backend, "node": node.name, "source": node.source}

@@ -2,8 +2,8 @@
 
 Three questions a caller asks are answered by the class alone: *did I call it wrongly?*
 (`TensorError`, `TraceError`, `PlacementError`, `ReplanError`, `WrongLoopError`), *is there no room?*
-(`AllocationError`), *did the evaluation not end well?* (`EvaluationError`,
-`EvaluationAborted`, `BackendLostError`, `BackendClosedError`).
+(`AllocationError`; for now: `OverloadedError`), *did the evaluation not end well?* (`EvaluationError`,
+`EvaluationAborted`, `BackendLostError`, `BackendClosedError`). `OutOfMemoryError` answers both of the last.
 
 Cancellation is `asyncio.CancelledError` and is never wrapped.
 """
@@ -15,14 +15,18 @@ __all__ = [
     "AllocationError",
     "BackendClosedError",
     "BackendLostError",
+    "DeadlineExceeded",
     "EvaluationAborted",
     "EvaluationError",
+    "OutOfMemoryError",
+    "OverloadedError",
     "PlacementError",
     "ReplanError",
     "StateError",
     "TensorError",
     "TraceError",
     "WrongLoopError",
+    "says_no_room",
 ]
 
 
@@ -66,6 +70,22 @@ class AllocationError(AiopipeError, MemoryError):
         self.fits_n_copies = fits_n_copies
 
 
+class OverloadedError(AiopipeError, RuntimeError):
+    """More is waiting already than may wait; later there will be room.
+
+    Attributes:
+        waiting: rows that wait.
+        max_queue: rows that may wait.
+        retry_after_s: a guess of when what waits now will have been taken, in seconds.
+    """
+
+    def __init__(self, message: str, *, waiting: int, max_queue: int, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.waiting = waiting
+        self.max_queue = max_queue
+        self.retry_after_s = retry_after_s
+
+
 class EvaluationError(AiopipeError, RuntimeError):
     """A split of an evaluation failed (ggml's FAILED); `__cause__` is the device's own error.
 
@@ -80,6 +100,40 @@ class EvaluationError(AiopipeError, RuntimeError):
         super().__init__(message)
         self.split = split
         self.backend = backend
+        self.node = node
+        self.source = source
+
+
+class DeadlineExceeded(EvaluationError, TimeoutError):
+    """An evaluation was not done in time. Its slot is held until the devices are done with what was launched.
+
+    Attributes:
+        split: index of the split that was not done; -1 where the evaluation had not got that far.
+        backend, node, source: of that split, as in `EvaluationError`; empty where there is none.
+    """
+
+
+class OutOfMemoryError(EvaluationError, AllocationError):
+    """A device had no memory left for a split of an evaluation; `__cause__` is the device's own error.
+
+    Attributes:
+        asked_nbytes: bytes that its plan needs on that backend for one evaluation, as far as known before it ran.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        split: int,
+        backend: str,
+        node: str,
+        source: str,
+        asked_nbytes: int,
+        available_nbytes: int,
+    ) -> None:
+        sizes = {"asked_nbytes": asked_nbytes, "available_nbytes": available_nbytes}
+        AllocationError.__init__(self, message, backend=backend, **sizes)
+        self.split = split
         self.node = node
         self.source = source
 
@@ -102,3 +156,8 @@ class BackendLostError(AiopipeError, ConnectionError):
 
 class WrongLoopError(AiopipeError, RuntimeError):
     """A scheduler was used from another event loop than the one that it belongs to."""
+
+
+def says_no_room(error: BaseException) -> bool:
+    """Whether a device or the host says by this error that its memory is full. XLA has no type of its own for it."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from ._loops import check_inside, running_loop
 from .errors import WrongLoopError
 from .events import Event
 
@@ -17,7 +18,8 @@ class Evaluation:
 
     Awaiting it twice is fine, also from two tasks. Cancelling the last task that awaits it cancels
     it, as with an `asyncio.Task`; use `asyncio.shield` to keep it. If it fails and nobody awaits
-    it, the loop's exception handler is told.
+    it, the loop's exception handler is told. It belongs to the event loop on which it was submitted:
+    awaiting it on another, before it is done, raises `WrongLoopError`.
 
     Attributes:
         id: counts up from 0 in each scheduler.
@@ -85,8 +87,14 @@ class Evaluation:
 
         Returns:
             False when it was done already. Other evaluations never notice.
+
+        Raises:
+            WrongLoopError: it is under way on an event loop that runs in another thread.
         """
-        return not self._done and self._cancel(self.id)
+        if self._done:
+            return False
+        check_inside(self._loop, f"evaluation {self.id}")
+        return self._cancel(self.id)
 
     def exception(self) -> BaseException | None:
         """Its error, or None.
@@ -117,14 +125,19 @@ class Evaluation:
     def event(self) -> Event:
         """Happens when the whole evaluation ends."""
         if self._event is None:
-            self._event = Event(f"evaluation {self.id} of {self.graph_name!r}")
+            self._event = Event(f"evaluation {self.id} of {self.graph_name!r}", loop=self._loop)
             if self._done:
                 self._event.set(asyncio.CancelledError() if self._cancelled else self._error)
         return self._event
 
     @property
     def events(self) -> Sequence[Event]:
-        """One event for each split, in launch order; each happens when its split has finished on its device."""
+        """One event for each split, in launch order; each happens when its split has finished on its device.
+
+        Raises:
+            WrongLoopError: it belongs to an event loop that runs in another thread.
+        """
+        check_inside(self._loop, f"evaluation {self.id}")
         events = self._split_events(self.id)
         if events is None:  # everything that was launched has ended
             events = [self._split_event(i) for i in range(self._n_splits)]
@@ -133,7 +146,7 @@ class Evaluation:
         return events
 
     def _split_event(self, split: int) -> Event:
-        return Event(f"split {split} of evaluation {self.id} of {self.graph_name!r}")
+        return Event(f"split {split} of evaluation {self.id} of {self.graph_name!r}", loop=self._loop)
 
     def __await__(self) -> Generator[Any, None, Any]:
         if not self._done:
@@ -141,7 +154,7 @@ class Evaluation:
         return self.result()
 
     async def _wait(self) -> None:
-        if asyncio.get_running_loop() is not self._loop:
+        if running_loop() is not self._loop:
             raise WrongLoopError(f"evaluation {self.id} belongs to another event loop: await it where it was submitted")
         waiter: asyncio.Future[None] = self._loop.create_future()
         self._waiters.add(waiter)

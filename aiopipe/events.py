@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 
+from ._loops import check_inside, running_loop
+from .errors import WrongLoopError
+
 __all__ = ["Event"]
 
 
@@ -16,33 +19,46 @@ class Event:
     """Happens once, perhaps with an error; then stays happened.
 
     ``await event`` makes the *host* wait and raises the producer's error, if any. Set and awaited
-    on one event loop. There is no way to clear it: make a new one.
+    on one event loop: the first on which somebody waits for it, or which records it. There is no way to
+    clear it: make a new one.
+
+    Args:
+        name: for error messages.
+        loop: which loop, if that is known already.
 
     Attributes:
         name: for error messages.
         recorded: a backend's queue will set it (`Backend.event_record`).
     """
 
-    __slots__ = ("_callbacks", "_error", "_happened", "name", "recorded")
+    __slots__ = ("_callbacks", "_error", "_happened", "_loop", "name", "recorded")
 
-    def __init__(self, name: str = "event") -> None:
+    def __init__(self, name: str = "event", *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.name = name
         self.recorded = False
+        self._loop = loop
         self._happened = False
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Event], None]] = []
 
     def set(self, error: BaseException | None = None) -> None:
-        """Happen, with the producer's `error` if it failed. Only the first call counts."""
+        """Happen, with the producer's `error` if it failed. Only the first call counts.
+
+        Raises:
+            WrongLoopError: called from another thread than that of the loop on which somebody waits for it.
+        """
         if self._happened:
             return
+        check_inside(self._loop, f"the event {self.name!r}")
         self._happened = True
         self._error = error
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             try:
                 callback(self)
-            except Exception as error:  # somebody's callback must not stop whoever tells the event
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # somebody's callback must not stop whoever tells the event
                 _report(self, error)
 
     def done(self) -> bool:
@@ -71,11 +87,31 @@ class Event:
         if callback in self._callbacks:
             self._callbacks.remove(callback)
 
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """It will happen on this loop.
+
+        Raises:
+            WrongLoopError: it belongs to another one.
+        """
+        if self._loop is not None and self._loop is not loop:
+            if self.recorded or not self._loop.is_closed():
+                raise WrongLoopError(
+                    f"the event {self.name!r} belongs to another event loop: wait for it there, or record one in this"
+                )
+            self._callbacks.clear()  # of those who waited there
+        self._loop = loop
+
     async def wait(self) -> None:
-        """Wait until it has happened, whatever its error."""
+        """Wait until it has happened, whatever its error.
+
+        Raises:
+            WrongLoopError: it belongs to another event loop, and has not happened yet.
+        """
         if self._happened:
             return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = running_loop()
+        self.bind(loop)
+        future: asyncio.Future[None] = loop.create_future()
 
         def wake(_: Event) -> None:
             if not future.done():
@@ -100,7 +136,7 @@ class Event:
         return f"<Event {self.name} {state}>"
 
 
-def _report(event: Event, error: Exception) -> None:
+def _report(event: Event, error: BaseException) -> None:
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

@@ -7,15 +7,26 @@ and its queue computes it, in order with everything else that is posted there.
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .devices.base import Device, Program
-from .errors import AiopipeError, EvaluationError, PlacementError, StateError, TensorError
+from . import _threads
+from ._jax_settings import undisturbed
+from ._loops import running_loop
+from .devices.base import Device, NodeFailure, Program
+from .errors import (
+    AiopipeError,
+    EvaluationError,
+    OutOfMemoryError,
+    PlacementError,
+    StateError,
+    TensorError,
+    says_no_room,
+)
 from .evaluation import Evaluation
 from .events import Event
 from .graph import Graph, Kind, Tensor
@@ -52,6 +63,8 @@ class Owner(Protocol):
     def host_buffer(self, tensor: Tensor) -> Any: ...
 
     def check_room(self, nbytes: int) -> None: ...
+
+    def asking_for(self, tensor: Tensor) -> AbstractContextManager[None]: ...
 
 
 class _Ready(NamedTuple):
@@ -104,7 +117,7 @@ class GraphPlan:
         self._weights = tuple(t for t in graph.weights if t.id in read or t.id in returned)
         self._ready: _Ready | None = None
         self._freed = False
-        self._lock = threading.Lock()
+        self._lock = _threads.Lock()
 
     @property
     def freed(self) -> bool:
@@ -133,7 +146,11 @@ class GraphPlan:
                 if away:
                     owner.check_room(sum(t.nbytes for t in away))
                 call = None if self.program is None else owner.load(self.program).call
-                self._ready = _Ready(call, {t.id: owner.upload(_source_of(t), t) for t in away})
+                uploaded = {}
+                for t in away:
+                    with owner.asking_for(t):
+                        uploaded[t.id] = owner.upload(_source_of(t), t)
+                self._ready = _Ready(call, uploaded)
             return self._ready
 
     def free(self) -> None:
@@ -206,7 +223,10 @@ def compute(
         if dropped:
             return ()
         try:
-            results[:] = plan.launch(ready or plan.load(), values)
+            with undisturbed():
+                results[:] = plan.launch(ready or plan.load(), values)
+        except asyncio.CancelledError as error:  # the backend's own: nobody has cancelled the evaluation
+            raise _failure(plan, number, error) from None
         finally:
             values.clear()
         for tensor, value in zip(targets, results, strict=bool(targets)):
@@ -227,7 +247,14 @@ def compute(
             return
         error = event.exception()
         if error is None:
-            evaluation._settle(result=graph.unflatten_outputs(results))
+            try:
+                result = graph.unflatten_outputs(results)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as raised:  # the user's own pytree node may raise
+                evaluation._settle(error=raised)
+            else:
+                evaluation._settle(result=result)
         elif isinstance(error, AiopipeError):
             evaluation._settle(error=error)
         elif isinstance(error, asyncio.CancelledError):  # of something that the queue waited for
@@ -235,7 +262,7 @@ def compute(
         else:
             evaluation._settle(error=_failure(plan, number, error))
 
-    evaluation = Evaluation(number, graph.name, asyncio.get_running_loop(), cancel, lambda _: [event], 1)
+    evaluation = Evaluation(number, graph.name, running_loop(), cancel, lambda _: [event], 1)
     this = weakref.ref(evaluation)  # else it would refer to itself, and keep its result until the next collection
     evaluation.copy_id = 0
     event.add_callback(settle)
@@ -244,15 +271,27 @@ def compute(
 
 def _failure(plan: GraphPlan, number: int, cause: BaseException) -> EvaluationError:
     nodes = plan.graph.nodes
-    first, source = (nodes[0].name, nodes[0].source) if nodes else ("", "")
-    error = EvaluationError(
-        f"evaluation {number} of {plan.graph.name!r} failed on {plan.backend.name!r}, in the graph that begins with "
-        f"{first or 'no node'} at {source or 'an unknown line'}: {cause}",
-        split=0,
-        backend=plan.backend.name,
-        node=first,
-        source=source,
+    known = cause.position if isinstance(cause, NodeFailure) else None
+    name, source = (nodes[known or 0].name, nodes[known or 0].source) if nodes else ("", "")
+    said = (
+        f"evaluation {number} of {plan.graph.name!r} failed on {plan.backend.name!r}, in "
+        f"{'the graph that begins with ' if known is None else ''}{name or 'no node'} at "
+        f"{source or 'an unknown line'}: {cause}"
     )
+    error = EvaluationError(said, split=0, backend=plan.backend.name, node=name, source=source)
+    if says_no_room(cause):
+        held = () if plan.program is None else (*plan.program.inputs, *plan.program.outputs)
+        nbytes = sum(t.nbytes for t in held)
+        error = OutOfMemoryError(
+            f"{said}\n{plan.backend.name!r} has no memory left. The graph takes and returns {nbytes} bytes: compute on "
+            "smaller inputs, or free what else is there",
+            split=0,
+            backend=plan.backend.name,
+            node=name,
+            source=source,
+            asked_nbytes=nbytes,
+            available_nbytes=plan.backend.device.props.memory_nbytes or 0,
+        )
     error.__cause__ = cause.with_traceback(None)
     return error
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from queue import SimpleQueue
 
-from ._threads import close_at_exit
+from . import _threads
 from .errors import BackendClosedError
 
 __all__ = ["InlineLane", "Lane", "ThreadLane"]
@@ -51,9 +50,9 @@ class ThreadLane(Lane):
         self.name = name
         # Written in C: waiting for the next job takes a microsecond, and a `threading.Semaphore`, which is
         # Python, takes ten of the cores that XLA computes on.
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._jobs: _threads.SimpleQueue[Callable[[], None] | None] = _threads.SimpleQueue()
+        self._lock = _threads.Lock()
+        self._thread: _threads.Thread | None = None
         self._closed = False
 
     def post(self, job: Callable[[], None]) -> None:
@@ -61,9 +60,9 @@ class ThreadLane(Lane):
             if self._closed:
                 raise BackendClosedError(f"lane {self.name!r} is closed")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"aiopipe-{self.name}", daemon=True)
+                self._thread = _threads.Thread(target=self._run, name=f"aiopipe-{self.name}", daemon=True)
                 self._thread.start()
-                close_at_exit(self)
+                _threads.close_at_exit(self)
             self._jobs.put(job)
 
     def close(self, timeout_s: float | None = None) -> bool:

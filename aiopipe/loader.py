@@ -304,7 +304,11 @@ class Loader:
                 missing.append((tensor, value))
 
         def upload() -> list[Any]:
-            return [backend.upload(source, tensor) for tensor, source in missing]
+            uploaded = []
+            for tensor, source in missing:
+                with backend.asking_for(tensor):
+                    uploaded.append(backend.upload(source, tensor))
+            return uploaded
 
         if missing:
             for (tensor, source), value in zip(missing, await in_thread(upload, "upload"), strict=True):

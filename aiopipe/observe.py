@@ -19,9 +19,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ._jax_settings import undisturbed
 from .backend import Backend, Buffer, Executable, InlineLane, Lane
 from .completion import Post, failure, first_failure
-from .devices.base import BufferUsage, Program
+from .devices.base import BufferUsage, NodeFailure, Program
 from .errors import AiopipeError, EvaluationAborted, EvaluationError
 from .graph import Node, Tensor
 from .lane_pool import LanePool
@@ -29,7 +30,7 @@ from .loader import Loaded
 from .recorder import Recorder
 from .run import Run
 from .sched.alloc import marker_of
-from .sched.launch import BoundSplit, LaunchError, launch_splits
+from .sched.launch import BoundSplit, LaunchError
 from .sched.lower import lower
 from .sched.plan import Plan
 from .sched.split import Split
@@ -115,12 +116,14 @@ class Observation:
 
     Attributes:
         task: between its start and its end.
+        failed: it ended because something failed on a device, or could not be launched there.
     """
 
     def __init__(
         self, run: Run, callback: EvalCallback, pieces: Pieces, lanes: LanePool, post: Post, recorder: Recorder | None
     ) -> None:
         self.task: asyncio.Task[None] | None = None
+        self.failed = False
         self._run = run
         self._evaluation = run.evaluation.id
         self._loaded = run.loaded
@@ -134,6 +137,7 @@ class Observation:
         self._dropped = False
         self._job: asyncio.Future[BaseException | None] | None = None
         self._newest: tuple[int, Any] | None = None  # a split of which a part is launched, and that part's marker
+        self._begun: BoundSplit | None = None  # the same split, from when its operands are brought over
         self._asked: set[int] = set()
 
     def start(self, ended: Callable[[BaseException | None], None]) -> None:
@@ -157,6 +161,8 @@ class Observation:
         if self._newest is not None:
             split, marker = self._newest
             self._env.markers[split] = marker  # what was launched of it is waited for
+        if self._begun is not None:
+            self._env.leave(self._begun)
         if task.cancelled():
             ended(asyncio.CancelledError())
             return
@@ -193,7 +199,7 @@ class Observation:
         for slot in bound.frees:
             slots[slot] = None
         assert self._newest is not None
-        markers[split.index], self._newest = self._newest[1], None
+        markers[split.index], self._newest, self._begun = self._newest[1], None, None
 
     # -- the callback ---------------------------------------------------------------------------
 
@@ -228,7 +234,9 @@ class Observation:
                     f"the eval callback returned {type(answer).__name__} for {tensor.name!r} with ask={ask}: "
                     "expected True or False"
                 )
-        except Exception as raised:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as raised:
             cause = raised.with_traceback(_beyond_this_file(raised))
         else:
             if self._dropped:  # cancelled by the callback, or one that did not let itself be cancelled
@@ -258,12 +266,18 @@ class Observation:
             raise
         except Exception as error:
             raise failure(self._loaded.plan, self._evaluation, split.index, error) from error
-        bound = self._loaded.splits[split.index]
+        bound = self._begun = self._loaded.splits[split.index]
 
         def launch() -> Any:
-            if not begin:
-                values.update(zip(split.inputs, _enter(bound, self._env.slots), strict=True))
-            results = piece.executable.call(*[values[t] for t in piece.inputs])
+            try:
+                with undisturbed():
+                    if not begin:
+                        values.update(zip(split.inputs, _enter(bound, self._env.slots), strict=True))
+                    results = piece.executable.call(*[values[t] for t in piece.inputs])
+            except NodeFailure as invalid:
+                if invalid.position is not None:
+                    invalid.position += begin
+                raise
             values.update(zip(piece.outputs, results, strict=False))  # a token has no tensor
             marker = results[piece.marker]
             bound.backend.launched(marker)
@@ -276,7 +290,7 @@ class Observation:
 
     def _launch_whole(self, split: BoundSplit) -> None:
         if self._recorder is None:
-            launch_splits((split,), self._env)
+            self._run.launch((split,))
         else:
             self._recorder.launch_one(self._run, split)
 
@@ -285,11 +299,11 @@ class Observation:
         future: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
-            error: Exception | None = None
+            error: BaseException | None = None
             if not self._dropped:
                 try:
                     job()
-                except Exception as raised:
+                except BaseException as raised:  # the lane's thread must not end with it
                     error = raised
             self._post(future.set_result, error)
 
@@ -299,6 +313,7 @@ class Observation:
         if error is not None:
             cause = error.__cause__ if isinstance(error, LaunchError) else error
             assert cause is not None
+            self.failed = True
             raise failure(self._loaded.plan, self._evaluation, split.index, cause)
 
     def _lane_of(self, split: BoundSplit) -> Lane:
@@ -324,6 +339,7 @@ class Observation:
         guilty, cause = await self._answer(
             lambda tell: first_failure(under_way, markers, error, self._post, lambda *found: tell(found))
         )
+        self.failed = True
         raise failure(self._loaded.plan, self._evaluation, guilty, cause)
 
     async def _answer(self, ask: Callable[[Callable[[Any], None]], None]) -> Any:

@@ -9,15 +9,18 @@ from contextlib import aclosing
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from . import _jax, _jax_types
+from ._jax_settings import Settings
+from ._loops import check_own, running_loop
 from ._threads import closing_s, in_thread
 from .backend import Backend
 from .errors import AiopipeError, BackendClosedError, PlacementError, TraceError
 from .evaluation import Evaluation
 from .fetch import fetch
 from .graph import Graph
-from .placement import place, upload_weight
+from .placement import place_under, upload_weight
 from .plans import shared
 from .sched.partition import Partition, partition
 from .sched.plan import Plan
@@ -47,6 +50,7 @@ class Pipeline:
             places the weights, and the operations follow them.
         memory_limit: bytes for each device, or a mapping from its name; see `Scheduler`.
         max_plans: how many input shapes are kept ready; the one that was not used for longest goes.
+        deadline: seconds that an evaluation may take; see `Scheduler`.
         timeline: record what runs where and when: `Pipeline.timeline`; see `Scheduler`.
         on_progress: called with (compiled, to compile) while a new shape is compiled.
 
@@ -71,6 +75,7 @@ class Pipeline:
         split: Split = "auto",
         memory_limit: int | Mapping[str, int] | None = None,
         max_plans: int = 64,
+        deadline: float | None = None,
         timeline: bool | int = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -85,6 +90,7 @@ class Pipeline:
         self._max_plans = max_plans
         self._n_copies = n_copies
         self._memory_limit = memory_limit
+        self._deadline = deadline
         self._timeline = timeline
         self._on_progress = on_progress
         self._scheduler: Scheduler | None = None
@@ -182,18 +188,25 @@ class Pipeline:
         Args:
             cancel: do not wait for results, only for the devices to be done.
             timeout_s: as for `Scheduler.aclose`.
+
+        Raises:
+            WrongLoopError: as `Scheduler.aclose` does.
         """
-        scheduler, self._scheduler = self._scheduler, None
+        scheduler = self._scheduler
         if scheduler is None:
             return
+        check_own(scheduler.loop, "this pipeline")
+        self._scheduler = None
         for task in list(self._tracing.values()):
-            task.cancel()
+            if not task.get_loop().is_closed():
+                task.cancel()
         try:
             await scheduler.aclose(cancel=cancel, timeout_s=timeout_s)
         finally:
             self._graphs.clear()
 
     async def __aenter__(self) -> Pipeline:
+        running_loop()  # nothing is opened where it could not be used
         if self._opened:
             raise BackendClosedError("this pipeline was opened already: make a new one")
         self._opened = True
@@ -201,6 +214,7 @@ class Pipeline:
             self._devices,
             n_copies=self._n_copies,
             memory_limit=self._memory_limit,
+            deadline=self._deadline,
             timeline=self._timeline,
             on_progress=self._on_progress,
         )
@@ -214,20 +228,27 @@ class Pipeline:
 
     async def _graph_for(self, inputs: tuple[Any, ...], state: State | None, key: Hashable) -> Graph:
         scheduler = self.scheduler
+        scheduler.enter()
         task = self._tracing.get(key)
         if task is None:
-            work = self._trace(scheduler, inputs, state, key)
-            task = asyncio.get_running_loop().create_task(work, name="aiopipe trace")
+            # Read now: by the time the task begins, another one may have changed the thread's settings.
+            work = self._trace(scheduler, inputs, state, key, _jax.config_snapshot())
+            task = running_loop().create_task(work, name="aiopipe trace")
             self._tracing[key] = task
             task.add_done_callback(lambda _: self._tracing.pop(key, None))
         return await shared(task, lambda: self._scheduler is None)
 
     async def _trace(
-        self, scheduler: Scheduler, inputs: tuple[Any, ...], state: State | None, key: Hashable
+        self,
+        scheduler: Scheduler,
+        inputs: tuple[Any, ...],
+        state: State | None,
+        key: Hashable,
+        config: Settings,
     ) -> Graph:
         """Trace for new shapes, place the weights if nobody has yet, and have the plan compiled."""
-        specs = jax.tree.map(_jax_types.spec_of, inputs)  # the caller may change its arrays meanwhile
-        config = _jax.config_snapshot()
+        with _jax.config_context(config):
+            specs = jax.tree.map(_jax_types.spec_of, inputs)  # the caller may change its arrays meanwhile
 
         def work() -> Graph:
             with _jax.config_context(config):
@@ -235,7 +256,7 @@ class Pipeline:
 
         async with self._placing:  # the first shape places the weights for all
             if not self._placed and isinstance(self._split, Mapping):
-                self._weights = await place(self._weights, self._placement(scheduler, self._split))
+                self._weights = await place_under(config, self._weights, self._placement(scheduler, self._split))
                 self._placed = True
             try:
                 graph = await in_thread(work, "trace")
@@ -312,8 +333,14 @@ async def _fetched(results: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, No
             yield await fetch(result)
 
 
+_ONE_ARRAY = jax.tree.structure((0,))
+
+
 def _key(inputs: tuple[Any, ...], state: State | None) -> tuple[Hashable, list[Any]]:
     """What tells graphs apart (JAX's settings, too: they change what is traced), and the leaves of the inputs."""
-    leaves, treedef = jax.tree.flatten(inputs)
+    if len(inputs) == 1 and type(inputs[0]) is np.ndarray:
+        leaves, treedef = [inputs[0]], _ONE_ARRAY  # what most callers give, at a tenth of the cost
+    else:
+        leaves, treedef = jax.tree.flatten(inputs)
     of_state = () if state is None else (state.structure,)
     return (_jax.settings_key(), treedef, *map(_jax_types.type_key, leaves), *of_state), leaves

@@ -11,14 +11,15 @@ import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from . import _jax, _jax_types
+from ._jax_settings import Settings
 from ._threads import in_thread
 from .backend import Backend
 from .buffer import Buffer, held_value
 from .devices.base import BufferUsage
-from .errors import AllocationError, PlacementError
+from .errors import PlacementError
 from .graph import Kind, Tensor
 
-__all__ = ["Placement", "Target", "place", "upload_weight"]
+__all__ = ["Placement", "Target", "place", "place_under", "upload_weight"]
 
 Target = Backend | Sequence[Backend]
 Placement = Mapping[str, Target] | Callable[[str], Target]
@@ -41,10 +42,14 @@ async def place(tree: Any, placement: Placement) -> Any:
         PlacementError: no glob matches a path.
         AllocationError: a backend has no room.
     """
+    return await place_under(_jax.config_snapshot(), tree, placement)
+
+
+async def place_under(config: Settings, tree: Any, placement: Placement) -> Any:
+    """`place` under JAX settings that were read before."""
     leaves, treedef = tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, Tensor))
     named = [(keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
     targets = [_targets(path, placement) for path, _ in named]
-    config = _jax.config_snapshot()
 
     def upload() -> list[Tensor]:
         with _jax.config_context(config):
@@ -83,18 +88,8 @@ def upload_weight(path: str, leaf: Any, backends: Sequence[Backend]) -> Tensor:
         held = next((b for b in leaf.buffers if b.backend is backend), None) if isinstance(leaf, Tensor) else None
         if held is None:
             backend.check_room(tensor.nbytes)
-            try:
+            with backend.asking_for(tensor):
                 uploaded = backend.upload(value, tensor)
-            except (MemoryError, RuntimeError) as error:
-                if isinstance(error, AllocationError) or "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                limit = backend.device.props.memory_nbytes or 0
-                raise AllocationError(
-                    f"no room on {backend.name!r} for weight {tensor.describe()} of {tensor.nbytes} bytes",
-                    backend=backend.name,
-                    asked_nbytes=tensor.nbytes,
-                    available_nbytes=limit,
-                ) from error
             held = Buffer(backend, backend.device.buffer_types()[0], BufferUsage.WEIGHTS, tensor.nbytes, uploaded)
         buffers.append(held)
     return replace(tensor, buffers=tuple(buffers))

@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from ._loops import check_inside
 from ._threads import in_thread
 from .backend import Backend, Lane
 from .devices.base import BufferType
-from .errors import BackendClosedError
+from .errors import BackendClosedError, ReplanError
 from .graph import Graph, PerGraph
 from .loader import Loaded, Loader, Prepared, beside, weights_held
 from .runner import Runner
@@ -36,6 +37,7 @@ class Plans:
         runner: runs them; it is asked for lanes and for the number of slots.
         auto: where a plan does not fit, have fewer slots rather than refuse it.
         op_offload: see `make_plan`.
+        forbid_replan: see `check_allowed`.
 
     Attributes:
         pins: for each graph tensor id -> index of the backend that the user wants it on.
@@ -55,6 +57,7 @@ class Plans:
         *,
         auto: bool,
         op_offload: bool,
+        forbid_replan: bool = False,
     ) -> None:
         self.pins: PerGraph[dict[int, int]] = PerGraph()
         self.cuts: PerGraph[Sequence[int]] = PerGraph()
@@ -70,6 +73,7 @@ class Plans:
         self._runner = runner
         self._auto = auto
         self._op_offload = op_offload
+        self._forbid_replan = forbid_replan
         self._seen: PerGraph[bool] = PerGraph()
         self._reserved: PerGraph[Prepared] = PerGraph()
         self._loaded: PerGraph[Loaded] = PerGraph()
@@ -87,6 +91,15 @@ class Plans:
     def is_planned(self, graph: Graph) -> bool:
         """Whether running the graph needs no new plan."""
         return any(graph in known for known in (self._loaded, self._reserved)) or graph in self._loading
+
+    def check_allowed(self, graph: Graph, *, moved: bool = False) -> None:
+        """Raise `ReplanError` where an evaluation of the graph would need a new plan, and that is forbidden."""
+        if self._forbid_replan and (moved or not self.is_planned(graph)):
+            shapes = ", ".join(tensor.describe() for tensor in graph.inputs)
+            raise ReplanError(
+                f"graph {graph.name!r} for ({shapes}) would have to be planned, which forbid_replan=True does not "
+                "allow: call `await scheduler.alloc_graph(graph)` (or `reserve`) first, again after its pins change"
+            )
 
     def plan_of(self, graph: Graph) -> Plan | None:
         """The plan of a graph that is loaded or reserved."""
@@ -106,19 +119,30 @@ class Plans:
         self.drop(graph)
 
     def drop(self, graph: Graph) -> None:
-        """Forget a graph's plan. Evaluations of it that are under way go on."""
+        """Forget a graph's plan. Evaluations of it that are under way go on.
+
+        Raises:
+            WrongLoopError: the scheduler's event loop runs in another thread.
+        """
+        check_inside(self._runner.loop, "this scheduler")
         self._loaded.drop(graph)
         self._reserved.drop(graph)
 
     def reset(self) -> None:
-        """Forget pins, cuts and plans of all graphs. Evaluations that are under way go on."""
+        """Forget pins, cuts and plans of all graphs. Evaluations that are under way go on.
+
+        Raises:
+            WrongLoopError: the scheduler's event loop runs in another thread.
+        """
+        check_inside(self._runner.loop, "this scheduler")
         for kept in (self.pins, self.cuts, self._state_homes, self._loaded, self._reserved):
             kept.clear()
 
     def cancel(self) -> None:
-        """End what is being loaded."""
+        """End what is being loaded; what a loop that has ended was loading never will be."""
         for task in list(self._loading.values()):
-            task.cancel()
+            if not task.get_loop().is_closed():
+                task.cancel()
 
     async def reserve(self, graph: Graph) -> Plan:
         """Plan and compile a graph, so that its sizes are known; allocates nothing.

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ._threads import in_thread
+from ._loops import check_own, running_loop
 from .errors import BackendClosedError, PlacementError, WrongLoopError
 from .events import Event
 from .lanes import InlineLane, Lane
@@ -92,7 +92,7 @@ class Queue:
             BackendClosedError: the backend is closed.
             WrongLoopError: another event loop has work in the queue.
         """
-        event = Event(f"{name} on {self._owner.name}")
+        event = Event(f"{name} on {self._owner.name}", loop=self._bind())
         self._add(_Entry(job, then, event, reported=reported))
         return event
 
@@ -103,12 +103,14 @@ class Queue:
 
         Raises:
             PlacementError: it has been recorded, or has happened, before: events are one-shot.
+            WrongLoopError: somebody waits for it on another event loop, or one has work in the queue.
         """
         if event.recorded or event.done():
             raise PlacementError(
                 f"{event.name!r} cannot be recorded on {self._owner.name}: it was recorded, or happened, before; "
                 "events are one-shot, so make another with event_new()"
             )
+        event.bind(self._bind())
         self._add(_Entry(_nothing, None, event, is_mark=True))
         event.recorded = True
 
@@ -117,8 +119,14 @@ class Queue:
 
         The caller does not wait. If the event fails, what is queued behind it does not run and fails
         with the same error, until the next `synchronize`.
+
+        Raises:
+            BackendClosedError: the backend is closed.
+            WrongLoopError: the event is of another event loop, or one has work in the queue.
         """
-        self._bind()
+        loop = self._bind()
+        if not event.done():
+            event.bind(loop)
         if self._held:
             self._held.append(event)
         elif event.done():
@@ -143,8 +151,13 @@ class Queue:
             finally:
                 del error  # its traceback has this frame
 
-    async def aclose(self) -> None:
-        """Drop what waits for an event, finish the rest, and end the thread. Idempotent."""
+    def check_own(self) -> None:
+        """Raise `WrongLoopError` where another event loop, which has not ended, has work in the queue."""
+        if self._unfinished or self._held:
+            check_own(self._loop, "this backend")
+
+    async def finish(self) -> None:
+        """Take nothing more, drop what waits for an event, and wait for the rest. Idempotent."""
         self._closed = True
         held, self._held = self._held, deque()
         error = BackendClosedError(f"backend {self._owner.name!r} was closed before this could run")
@@ -153,29 +166,32 @@ class Queue:
                 item.remove_callback(self._release)
             else:
                 self._finish(item, error)
-        if self._unfinished and self._loop is asyncio.get_running_loop():
+        if self._unfinished and self._loop is running_loop():
             last = Event(f"close of {self._owner.name}")
             self._launch(_Entry(_nothing, None, last))
             self._unfinished += 1
             await last.wait()
-        lane = self._lane
-        if lane is not None and not isinstance(lane, InlineLane):
-            await in_thread(lane.close, "close")
+
+    def close_lane(self, timeout_s: float | None = None) -> None:
+        """End the thread, after what it has to do. Blocks for as long as that takes, or `timeout_s`. Idempotent."""
+        self._closed = True
+        if self._lane is not None:
+            self._lane.close(timeout_s)
 
     def _add(self, entry: _Entry) -> None:
-        self._bind()
         if self._held:
             self._held.append(entry)
         else:
             self._launch(entry)
         self._unfinished += 1
 
-    def _bind(self) -> None:
+    def _bind(self) -> asyncio.AbstractEventLoop:
+        """The running loop, which is the queue's as long as work of it is queued."""
         if self._closed:
             raise BackendClosedError(f"backend {self._owner.name!r} is closed: open it again")
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         if loop is self._loop:
-            return
+            return loop
         if self._loop is not None and (self._unfinished or self._held):
             if not self._loop.is_closed():
                 raise WrongLoopError(
@@ -185,6 +201,7 @@ class Queue:
             self._held.clear()
             self._unfinished = 0
         self._loop = loop
+        return loop
 
     def _launch(self, entry: _Entry) -> None:
         lane = self._lane
@@ -213,7 +230,7 @@ class Queue:
 
         try:
             self._owner.notify(values, tell)
-        except Exception as raised:
+        except BaseException as raised:
             tell(raised)
 
     def _settle(self, entry: _Entry, error: BaseException | None, inline: bool) -> None:

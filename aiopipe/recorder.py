@@ -20,7 +20,7 @@ from .loader import Loaded
 from .notes import ADMITTED, CAPTURED, COPIED, ENDED, EVALUATED, LAUNCHED, QUICK, RAN, Note, PlanInfo, SplitInfo
 from .notes import spans_of as spans_of_notes
 from .run import Run
-from .sched.launch import BoundSplit, launch_splits
+from .sched.launch import BoundSplit
 from .sched.split import HOST
 from .spans import HOST_TRACK, Span
 
@@ -162,15 +162,15 @@ class Recorder:
         times = [] if segment else run.times
         times.append(clock())
         if noted.at_once:
-            launch_splits(splits, run.env, times, clock)
+            run.launch(splits, times, clock)
             self._over(run, noted)
             return
         if noted.told[segment]:
             for split in splits:
-                self._told(run, split, partial(launch_splits, (split,), run.env))
+                self._told(run, split, partial(run.launch, (split,)))
             return
         try:
-            launch_splits(splits, run.env, times, clock)
+            run.launch(splits, times, clock)
         finally:
             if segment:
                 self._log.append((LAUNCHED, run.evaluation.id, noted.number, segment, tuple(times)))
@@ -188,10 +188,10 @@ class Recorder:
         """Launch a split by itself, and note it; as `launch`."""
         times = [self._began(run)]
         if split.backend.tells_times:
-            self._told(run, split, partial(launch_splits, (split,), run.env))
+            self._told(run, split, partial(run.launch, (split,)))
             return
         try:
-            launch_splits((split,), run.env, times, self.clock)
+            run.launch((split,), times, self.clock)
         finally:
             number = self._noted(run.loaded).number
             self._log.append((LAUNCHED, run.evaluation.id, number, ~split.index, tuple(times)))
@@ -237,7 +237,7 @@ class Recorder:
     def ending(self, run: Run, post: Post) -> Post:
         """The same as `post`, which is called when what an evaluation waits for has ended; notes that it has."""
         split, log, clock = self._noted(run.loaded).sink, self._log, self.clock
-        if split < 0:
+        if split < 0 or run.observation is not None:  # whose splits are noted one by one
             return post
 
         def noting(action: Callable[..., None], *args: Any) -> None:
@@ -277,7 +277,7 @@ class Recorder:
 
 def _noted(number: int, loaded: Loaded, info: PlanInfo) -> Noted:
     sink = -1
-    if len(loaded.sinks) == 1 and not loaded.sinks[0][0].tells_times:
+    if len(loaded.sinks) == 1 and not loaded.returned and not loaded.sinks[0][0].tells_times:
         sink = loaded.sinks[0][1][-1]
     late = tuple(
         tuple(split for split in splits if split.index != sink and not info.splits[split.index].instant)

@@ -14,6 +14,7 @@ from .errors import PlacementError
 __all__ = [
     "check_distinct",
     "devices",
+    "index_of",
     "open_backend",
     "open_backends",
     "register_backend",
@@ -126,6 +127,19 @@ def check_distinct(backends: Sequence[Backend]) -> None:
         if backend.name in seen:
             raise PlacementError(f"device {backend.name!r} is given twice: each device can be one backend only")
         seen.add(backend.name)
+
+
+def index_of(backends: Sequence[Backend], backend: Backend | str) -> int:
+    """The position of a backend, or of the one with that name.
+
+    Raises:
+        PlacementError: it is not among them.
+    """
+    for i, known in enumerate(backends):
+        if known is backend or known.name == backend:
+            return i
+    name = backend if isinstance(backend, str) else backend.name
+    raise PlacementError(f"{name!r} is not one of this scheduler's backends: {[b.name for b in backends]}")
 
 
 def with_host(given: Sequence[Backend | str]) -> tuple[tuple[Backend, ...], list[Backend]]:

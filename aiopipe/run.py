@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
+from ._jax_settings import is_plain, undisturbed
 from .completion import Post, failure
 from .errors import StateError
 from .evaluation import Evaluation
 from .events import Event
 from .loader import Loaded
-from .sched.launch import Environment, launch_splits
+from .sched.launch import BoundSplit, Clock, Environment, launch_splits
 from .state import State
 
 __all__ = ["Run"]
@@ -33,6 +35,7 @@ class Run:
         "released",
         "state",
         "taken",
+        "timer",
         "times",
         "values",
     )
@@ -50,6 +53,7 @@ class Run:
         self.dropped = False
         self.broken = False  # launching raised, when it may have taken over memory of the state
         self.observation: Any = None
+        self.timer: asyncio.TimerHandle | None = None  # its deadline
         self.admitted: asyncio.Future[None] | None = None
         self.released: Event | None = None
         self.events: list[Event] | None = None
@@ -78,29 +82,36 @@ class Run:
         whole = state.give_back(self.loaded.plan.state, self.env.slots, untouched=untouched)
         if evaluation.failed:
             assert evaluation._error is not None
-            state.mark(evaluation._error)
+            state.mark(evaluation._error, evaluation.id)
         elif not whole:
-            state.mark(asyncio.CancelledError(f"evaluation {evaluation.id} was cancelled halfway"))
+            state.mark(asyncio.CancelledError(f"evaluation {evaluation.id} was cancelled halfway"), evaluation.id)
 
-    def launch(self, segment: int) -> None:
-        """Launch the splits of a segment in order, on this thread.
+    def blame(self, split: int, cause: BaseException) -> BaseException:
+        """A split failed on its device: what the caller is told. Its state is marked."""
+        why = failure(self.loaded.plan, self.evaluation.id, split, cause)
+        if self.taken and self.state is not None:
+            self.state.mark(why, self.evaluation.id)
+        return why
+
+    def inherited(self) -> StateError | None:
+        """The refusal of its state, where one before it has left that in between: so what it made of it is nothing."""
+        return None if self.state is None else self.state.refusal_for(self.evaluation.id)
+
+    def launch(
+        self, splits: Sequence[BoundSplit], times: list[float] | None = None, clock: Clock = time.perf_counter
+    ) -> None:
+        """Launch splits in order, on this thread; see `launch_splits`.
+
+        JAX's settings of the moment, which may be those of any task, have no part in it.
 
         Raises:
             LaunchError: one could not be launched; the ones before it are.
         """
-        launch_splits(self.loaded.segment_splits[segment], self.env)
-
-    def unknowable(self, error: Exception) -> BaseException:
-        """A backend raised where it was asked whether it is done, so nobody can wait for it any more: what that means.
-
-        Marks the state; returns what the caller of the evaluation is told.
-        """
-        why: BaseException = error
-        if self.loaded.splits:
-            why = failure(self.loaded.plan, self.evaluation.id, self.loaded.splits[-1].index, error)
-        if self.taken and self.state is not None:
-            self.state.mark(why)
-        return why
+        if not is_plain():
+            with undisturbed():
+                launch_splits(splits, self.env, times, clock)
+        else:
+            launch_splits(splits, self.env, times, clock)
 
     def split_events(self, post: Post) -> Sequence[Event]:
         """One event for each split; those of splits that end later are set by way of `post`."""

@@ -8,14 +8,14 @@ once for however many messages.
 from __future__ import annotations
 
 import asyncio
-import time
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from ._loops import Turns
 from .backend import InlineLane
-from .completion import blamed, failure, first_failure, launched, when_ready
-from .errors import BackendClosedError, EvaluationAborted, WrongLoopError
+from .errors import BackendClosedError, EvaluationAborted
 from .evaluation import Evaluation
 from .events import Event
 from .lane_pool import LanePool
@@ -25,28 +25,25 @@ from .observe import EvalCallback, Observation, Pieces
 from .recorder import Recorder
 from .run import Run
 from .sched.launch import LaunchError
-from .sched.state import (
+from .sched.state import RunState
+from .sched.stimuli import (
     Admit,
     Cancel,
     Captured,
-    Completed,
     Failed,
     Launch,
     Launched,
     Outcome,
     Release,
     Resolve,
-    RunState,
     Stimulus,
     Submit,
     Watch,
 )
 from .state import State
+from .watcher import Watcher
 
-__all__ = ["Runner"]
-
-YIELD_S = 5e-4
-"""Let other tasks of the loop run after this long of evaluations that never had to wait."""
+__all__ = ["Runner", "seconds_of"]
 
 
 class Runner:
@@ -59,23 +56,26 @@ class Runner:
 
     Attributes:
         eval_callback: observes the evaluations that are submitted from now on.
+        closed: nothing more can be submitted.
+        deadline: seconds that an evaluation may take, where `submit` is told nothing else.
     """
 
     def __init__(self, n_copies: int, pieces: Pieces, recorder: Recorder | None = None) -> None:
         self.state = RunState(n_copies)
         self.lanes = LanePool()
         self.eval_callback: EvalCallback | None = None
+        self.deadline: float | None = None
         self.n_submitted = 0
         self.closed = False
         self._pieces = pieces
         self._recorder = recorder
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._runs: dict[int, Run] = {}
         self._mailbox = Mailbox()
         self._post = self._mailbox.post
+        self._watcher = Watcher(self._runs, self._post, self._feed, recorder)
         self._stimuli: deque[Stimulus] = deque()
         self._feeding = False
-        self._burst_began = -1.0
+        self._turns = Turns()
 
     # -- callers ------------------------------------------------------------------------------
 
@@ -84,22 +84,16 @@ class Runner:
 
         Raises:
             BackendClosedError: closed already.
-            WrongLoopError: bound to another loop.
+            WrongLoopError: bound to another loop, or none runs here.
         """
         if self.closed:
             raise BackendClosedError("this scheduler is closed: make a new one")
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-            self._mailbox.bind(loop)
-        elif self._loop is not loop:
-            raise WrongLoopError("this scheduler belongs to another event loop: make one scheduler for each loop")
-        return loop
+        return self._mailbox.enter()
 
     @property
-    def entered(self) -> bool:
-        """Whether it has been bound to a loop."""
-        return self._loop is not None
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop that it is bound to."""
+        return self._mailbox.loop
 
     @property
     def idle(self) -> bool:
@@ -107,9 +101,18 @@ class Runner:
         return not self._runs
 
     async def submit(
-        self, loaded: Loaded, values: Sequence[Any], state: State | None = None, *, observed: bool = True
+        self,
+        loaded: Loaded,
+        values: Sequence[Any],
+        state: State | None = None,
+        *,
+        observed: bool = True,
+        deadline: float | None = None,
     ) -> Evaluation:
-        """Submit an evaluation and wait until it has a slot and its inputs are captured."""
+        """Submit an evaluation and wait until it has a slot and its inputs are captured.
+
+        It fails if it is not done `deadline` seconds from now (None: `self.deadline`).
+        """
         loop = self.enter()
         for backend in loaded.backends:
             backend.check_open()
@@ -121,6 +124,10 @@ class Runner:
             self._recorder.submitted(run)
         depends = self._to_observe(run) if observed and self.eval_callback is not None else loaded.depends
         self._feed(Submit(evaluation.id, depends, None if state is None else id(state)))
+        if deadline is None:
+            deadline = self.deadline
+        if deadline is not None and deadline < math.inf and not evaluation._done:
+            run.timer = loop.call_later(deadline, self._expire, run, deadline)
         if not run.captured:
             run.admitted = loop.create_future()
             try:
@@ -129,20 +136,8 @@ class Runner:
                 evaluation.cancel()
                 raise
         elif evaluation._done:
-            await self._share_the_loop(loop)
+            await self._turns.step_back()
         return evaluation
-
-    async def _share_the_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Evaluations that end at once would never let another task run: step back now and then."""
-        now = time.monotonic()
-        if self._burst_began < 0:
-            self._burst_began = now
-            loop.call_soon(self._end_burst)
-        elif now - self._burst_began > YIELD_S:
-            await asyncio.sleep(0)
-
-    def _end_burst(self) -> None:
-        self._burst_began = -1.0
 
     def cancel(self, evaluation: int) -> bool:
         """Cancel an evaluation; False when it is done already."""
@@ -151,6 +146,13 @@ class Runner:
             return False
         self._feed(Cancel(evaluation))
         return True
+
+    def _expire(self, run: Run, deadline_s: float) -> None:
+        """A deadline has come. Whether what it has launched will count, its caller cannot know: its state is marked."""
+        error = self._watcher.overdue(run, deadline_s)
+        if run.taken and run.state is not None:
+            run.state.mark(error, run.evaluation.id)
+        self._feed(Cancel(run.evaluation.id, error))
 
     def cancel_all(self) -> None:
         """Cancel whatever is not done."""
@@ -163,10 +165,30 @@ class Runner:
         return None if run is None else run.split_events(self._post)
 
     async def synchronize(self) -> None:
-        """Wait until everything that was submitted so far has finished on its devices."""
+        """Wait until everything that was submitted so far has finished on its devices.
+
+        Raises:
+            WrongLoopError: bound to another loop, or none runs here.
+        """
+        self._mailbox.enter()
         ends = [run.end() for run in self._runs.values()]
         for end in ends:  # all made before the first wait: a run that ends meanwhile tells its event
             await end.wait()
+
+    def move(self) -> bool:
+        """Belong to the running loop, if its own has ended: what was under way there is lost. Whether that is so.
+
+        Raises:
+            WrongLoopError: its own has not ended.
+        """
+        moved = self._mailbox.move()
+        if moved:
+            self._runs.clear()
+        return moved
+
+    def hang_up(self) -> None:
+        """It is closed: what other threads have to say still arrives, but not as fast."""
+        self._mailbox.close()
 
     async def settle(self, state: State) -> None:
         """Wait until no evaluation that uses a state is under way."""
@@ -210,7 +232,7 @@ class Runner:
         if self._recorder is not None and run.admitted is not None and run.times:  # somebody waits for it
             self._recorder.admitted(run)
         if run.loaded.captures_inline(run.values):
-            return self._captured(run, self._capture(run))
+            return self._captured(run, _of_the_evaluation(self._capture(run)))
 
         def job() -> None:
             error = self._capture(run)
@@ -222,15 +244,15 @@ class Runner:
         return None
 
     @staticmethod
-    def _capture(run: Run) -> Exception | None:
+    def _capture(run: Run) -> BaseException | None:
         try:
             run.loaded.capture(run.evaluation.copy_id, run.values, run.env.slots)
-        except Exception as error:
+        except BaseException as error:  # the lane's thread must not end with it
             return error
         return None
 
     @staticmethod
-    def _captured(run: Run, error: Exception | None) -> Stimulus:
+    def _captured(run: Run, error: BaseException | None) -> Stimulus:
         run.captured = True
         run.values = ()
         if run.admitted is not None and not run.admitted.done():
@@ -251,6 +273,8 @@ class Runner:
         lane = run.loaded.lanes[segment]
         if type(lane) is InlineLane:
             error = self._launch_segment(run, segment)
+            if error is not None:
+                _of_the_evaluation(error.__cause__)
             return self._launched(run, segment, error)
 
         def job() -> None:
@@ -265,7 +289,7 @@ class Runner:
             return None
         try:
             if self._recorder is None or run.times is None:
-                run.launch(segment)
+                run.launch(run.loaded.segment_splits[segment])
             else:
                 self._recorder.launch(run, segment)
         except LaunchError as error:
@@ -278,81 +302,24 @@ class Runner:
                 if run.env.markers[split.index] is not None:
                     run.watch_split(split.index, self._post)
         if error is not None:
-            run.broken = True
-            if run.taken and run.state is not None and run.state.error is not None:
-                return Failed(run.evaluation.id, segment, run.state.refusal())  # its arrays came from one that failed
-            guilty = blamed(run.loaded.splits, run.env.markers, error)
-            return Failed(run.evaluation.id, segment, failure(run.loaded.plan, run.evaluation.id, *guilty))
+            return Failed(run.evaluation.id, segment, self._watcher.launch_failed(run, error))
         return Launched(run.evaluation.id, segment)
 
     def _watch(self, instruction: Watch) -> Stimulus | None:
-        run = self._runs[instruction.evaluation]
-        run.return_state()
-        try:
-            return self._look(run)
-        except Exception as error:
-            return Completed(run.evaluation.id, run.unknowable(error))
-
-    def _look(self, run: Run) -> Stimulus | None:
-        if not run.loaded.splits and run.state is not None and run.state.error is not None:  # it never took it
-            return Completed(run.evaluation.id, run.state.refusal())
-        markers = run.env.markers
-        groups = [(backend, [markers[i] for i in indices]) for backend, indices in run.loaded.sinks]
-        if run.loaded.returned and run.captured and not run.dropped:  # a caller's array may not be ready yet
-            groups.append((run.loaded.backends[-1], [run.env.slots[i] for i in run.loaded.returned]))
-        if any(marker is None for _, group in groups for marker in group):
-            return self._drain(run)  # not everything was launched
-        if all(backend.all_ready(group) and backend.error_of(group) is None for backend, group in groups):
-            return Completed(run.evaluation.id)
-        post = self._post if self._recorder is None or run.times is None else self._recorder.ending(run, self._post)
-        when_ready(groups, post, lambda error: self._completed(run, error))
-        return None
-
-    def _drain(self, run: Run) -> Stimulus | None:
-        """Wait for whatever was launched of an evaluation that will launch no more."""
-        groups = launched(run.loaded.splits, run.env.markers)
-        if not groups:
-            return Completed(run.evaluation.id)
-        when_ready(groups, self._post, lambda _: self._feed(Completed(run.evaluation.id)))
-        return None
-
-    def _completed(self, run: Run, error: BaseException | None) -> None:
-        if error is None or not run.loaded.splits:
-            self._feed(Completed(run.evaluation.id, error))
-            return
-        earlier = self._earlier(run)
-        if earlier is not None:  # which may be to blame
-            earlier.end().add_callback(lambda _: self._completed(run, error))
-            return
-        if run.taken and run.state is not None and run.state.error is not None:
-            self._feed(Completed(run.evaluation.id, run.state.refusal()))  # its arrays came from one that failed
-            return
-
-        def blame(split: int, cause: BaseException) -> None:
-            why = failure(run.loaded.plan, run.evaluation.id, split, cause)
-            if run.taken and run.state is not None:
-                run.state.mark(why)
-            self._feed(Completed(run.evaluation.id, why))
-
-        try:
-            first_failure(run.loaded.splits, run.env.markers, error, self._post, blame)
-        except Exception as raised:
-            self._feed(Completed(run.evaluation.id, run.unknowable(raised)))
-
-    def _earlier(self, run: Run) -> Run | None:
-        """The evaluation that was submitted last before `run` on the same state and is still under way."""
-        state, me = run.state, run.evaluation.id
-        earlier = (r for i, r in reversed(self._runs.items()) if r.state is state and i < me)
-        return None if state is None else next(earlier, None)
+        return self._watcher.watch(self._runs[instruction.evaluation])
 
     def _resolve(self, instruction: Resolve) -> None:
         run = self._runs[instruction.evaluation]
+        if run.timer is not None:
+            run.timer.cancel()
         if run.admitted is not None and not run.admitted.done():
             run.admitted.set_result(None)  # cancelled from elsewhere: awaiting the evaluation will say so
         if instruction.outcome is Outcome.SUCCESS:
             try:
                 result = run.loaded.result(run.env.slots)
-            except Exception as error:  # the user's own pytree node may raise
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # the user's own pytree node may raise
                 run.evaluation._settle(error=error)
             else:
                 run.evaluation._settle(result=result)
@@ -391,6 +358,26 @@ class Runner:
             error = None
         if error is None:
             self._feed(Launched(run.evaluation.id, 0))
+        elif run.observation.failed:  # on a device, not in the callback
+            self._watcher.after_earlier(run, lambda refused: self._feed(Failed(run.evaluation.id, 0, refused or error)))
         else:
             outcome = Outcome.ABORTED if isinstance(error, EvaluationAborted) else Outcome.FAILED
             self._feed(Failed(run.evaluation.id, 0, error, outcome))
+
+
+def _of_the_evaluation(error: BaseException | None) -> BaseException | None:
+    """What was raised on the loop's thread, unless it is to end the program: that is raised again."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        raise error
+    return error
+
+
+def seconds_of(deadline: float | None) -> float | None:
+    """A deadline as a caller gives it: seconds; None for none.
+
+    Raises:
+        ValueError: it is negative or not a number.
+    """
+    if deadline is not None and not deadline >= 0:
+        raise ValueError(f"deadline is {deadline!r}: expected seconds, at least 0 (math.inf for no limit)")
+    return deadline

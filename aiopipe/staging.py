@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from ._jax_settings import undisturbed
 from .backend import Backend
-from .errors import TensorError
+from .errors import AllocationError, TensorError
 from .sched.plan import Plan
 
 __all__ = ["Slots", "Staging"]
@@ -52,17 +53,28 @@ class Staging:
     """Captures the inputs of one plan.
 
     Attributes:
-        buffers: copy_id -> one buffer for each captured input (None where none is needed).
+        buffers: copy_id -> for each captured input its buffer and what stands for it in the environment (both None
+            where none is needed).
         returned: environment slots of inputs that are outputs, too.
     """
 
     def __init__(self, plan: Plan, backends: Sequence[Backend], slots: Slots) -> None:
         self.plan = plan
-        self.buffers: dict[int, list[Any]] = {}
+        self.buffers: dict[int, list[tuple[Any, Any]]] = {}
         self._slots = slots
-        self._host_backends = _first_readers(plan, backends)
+        self._host_backends, self._alone = _readers(plan, backends)
         self.returned = tuple(dict.fromkeys(slot for kind, slot in plan.results if kind == "input"))
         self._nbytes = [plan.graph.inputs[i].nbytes for i in plan.used_inputs]
+
+    def _new_buffer(self, slot: int) -> tuple[Any, Any]:
+        """A buffer for an input, and what stands for it: what its only reader shows, for others might keep that."""
+        if slot in self.returned:
+            return None, None
+        backend = self._host_backends[slot]
+        tensor = self.plan.graph.inputs[self.plan.used_inputs[slot]]
+        with backend.asking_for(tensor):
+            buffer = backend.host_buffer(tensor)
+            return buffer, backend.show(buffer) if self._alone[slot] else buffer
 
     def captures_inline(self, values: Sequence[Any]) -> bool:
         """Whether `capture` takes so little time that the loop can do it: small, and nothing to wait for."""
@@ -86,39 +98,48 @@ class Staging:
 
         Raises:
             TensorError: a value cannot be read.
+            AllocationError: there is no room for it.
         """
         self._slots.take(copy_id, self)
         staging = self.buffers.get(copy_id)
         inputs = self.plan.graph.inputs
         if staging is None:
-            staging = self.buffers[copy_id] = [
-                None if slot in self.returned else backend.host_buffer(inputs[position])
-                for slot, (position, backend) in enumerate(zip(self.plan.used_inputs, self._host_backends, strict=True))
-            ]
+            staging = self.buffers[copy_id] = [self._new_buffer(slot) for slot in range(len(self._nbytes))]
         for slot, position in enumerate(self.plan.used_inputs):
             value = values[position]
             backend = self._host_backends[slot]
             if backend.accepts(value):
                 slots[slot] = value
                 continue
-            tensor, buffer = inputs[position], staging[slot]
+            tensor, (buffer, shown) = inputs[position], staging[slot]
             try:
                 if slot in self.returned:  # the caller will hold it: it cannot be the slot's
-                    slots[slot] = backend.upload(value, tensor)
+                    with backend.asking_for(tensor):
+                        slots[slot] = backend.upload(value, tensor)
                 else:
-                    np.copyto(buffer, value, casting="same_kind")
-                    slots[slot] = buffer
+                    _copy(value, buffer)
+                    slots[slot] = shown
+            except AllocationError:
+                raise
             except Exception as error:  # whatever the library that made the value raises
                 # Without the frames, which would keep the caller's arrays alive.
                 cause = error.with_traceback(None)
                 raise TensorError(f"input {tensor.describe()} cannot be read: {error}") from cause
 
 
-def _first_readers(plan: Plan, backends: Sequence[Backend]) -> list[Backend]:
-    """For each used input the backend that reads it first, or the host where none does."""
-    readers: dict[int, Backend] = {}
+def _copy(value: Any, buffer: Any) -> None:
+    if isinstance(value, np.ndarray):
+        np.copyto(buffer, value, casting="same_kind")
+        return
+    with undisturbed():  # of another client, say, so that it has to be transferred
+        np.copyto(buffer, value, casting="same_kind")
+
+
+def _readers(plan: Plan, backends: Sequence[Backend]) -> tuple[list[Backend], list[bool]]:
+    """For each used input the backend that reads it first (the host where none does), and whether no other does."""
+    readers: dict[int, list[int]] = {}
     for split in plan.splits:
         for t in split.inputs:
-            readers.setdefault(t, backends[split.backend])
-    inputs = plan.graph.inputs
-    return [readers.get(inputs[position].id, backends[-1]) for position in plan.used_inputs]
+            readers.setdefault(t, []).append(split.backend)
+    of_inputs = [readers.get(plan.graph.inputs[position].id, [-1]) for position in plan.used_inputs]
+    return [backends[of[0]] for of in of_inputs], [len(set(of)) == 1 for of in of_inputs]

@@ -98,6 +98,7 @@ class State(HasSpecs):
         self.sizes = tuple(nbytes_of(shape, dtype) for shape, dtype in self._types)
         self.nbytes = sum(self.sizes)
         self.error: BaseException | None = None
+        self._marked_by = -1
         self.n_evaluations = 0
         self._initial: tuple[Any, ...] = tuple(map(_private, leaves))
         self._source = self._initial
@@ -240,10 +241,14 @@ class State(HasSpecs):
         self._gone = why
         self._arrays, self._source, self._initial = None, (), ()
 
-    def mark(self, error: BaseException) -> None:
-        """An evaluation left the arrays in between. The first error stays."""
-        if self.error is None:
-            self.error = error
+    def mark(self, error: BaseException, by: int) -> None:
+        """An evaluation left the arrays in between. Of several, the error of the one submitted first stays."""
+        if self.error is None or by < self._marked_by:
+            self.error, self._marked_by = error, by
+
+    def refusal_for(self, evaluation: int) -> StateError | None:
+        """The refusal, where one that was submitted before that evaluation left the arrays in between."""
+        return self.refusal() if self.error is not None and self._marked_by < evaluation else None
 
     def _filled(self, values: Sequence[Any]) -> list[Any]:
         """Values with zeros where none were given."""

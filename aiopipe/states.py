@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ._jax_settings import undisturbed
 from ._threads import in_thread
 from .backend import Backend
 from .errors import AllocationError, StateError
@@ -78,7 +79,8 @@ class States:
         key = (state.structure, state.home_indices)
         graph = self._copiers.get(key)
         if graph is None:
-            graph = self._copiers[key] = trace(_copy, None, state=state.specs, name="snapshot")
+            with undisturbed():  # a copy is a copy, whatever is in it
+                graph = self._copiers[key] = trace(_copy, None, state=state.specs, name="snapshot")
         loaded = self._plans.get(graph)
         if loaded is None or not self.fits(state, loaded):
             loaded = await self.prepare(state, graph)
@@ -93,6 +95,7 @@ class States:
             PlacementError: no backend can run some op, or one that makes the state's next value lacks it.
             AllocationError: the state does not fit beside what is there.
         """
+        self._runner.enter()
         if state._owner is not None and state._owned_by() is not self:
             raise StateError(f"{state!r} belongs to another scheduler: make one of its values, State(snapshot.value)")
         state._owner = weakref.ref(self)
@@ -163,5 +166,6 @@ def _upload(source: Any, tensor: Tensor, backend: Backend) -> Any:
             raise StateError(f"state {tensor.describe()} has no value, and a key cannot begin with zeros: give keys")
         source = backend.host_buffer(tensor)
         source[...] = np.zeros((), source.dtype)
-    value = backend.upload(source, tensor)
-    return backend.duplicate(value, tensor) if value is source else value
+    with backend.asking_for(tensor):
+        value = backend.upload(source, tensor)
+        return backend.duplicate(value, tensor) if value is source else value

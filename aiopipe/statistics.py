@@ -1,17 +1,11 @@
-"""Counts and busy times, as one frozen value."""
+"""`Statistics`: counts and busy times, as one frozen value."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .loader import Loader
-from .plans import Plans
-from .runner import Runner
-from .sched.state import Outcome
-from .timeline import Timeline
-
-__all__ = ["Statistics", "statistics_of"]
+__all__ = ["Statistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +44,3 @@ class Statistics:
     copied_weights_nbytes: int
     busy: Mapping[str, float] = field(default_factory=dict)
     busy_s: Mapping[str, float] = field(default_factory=dict)
-
-
-def statistics_of(runner: Runner, plans: Plans, loader: Loader, timeline: Timeline | None) -> Statistics:
-    """What a scheduler's parts have counted."""
-    state = runner.state
-    return Statistics(
-        submitted=runner.n_submitted,
-        admitted=state.n_admitted,
-        succeeded=state.counts[Outcome.SUCCESS],
-        failed=state.counts[Outcome.FAILED],
-        cancelled=state.counts[Outcome.CANCELLED],
-        aborted=state.counts[Outcome.ABORTED],
-        in_flight=state.in_flight,
-        waiting=state.waiting,
-        n_copies=state.n_copies,
-        plans=len(plans.values()),
-        planned=plans.n_planned,
-        replanned=plans.n_replanned,
-        compiled=loader.n_compiled,
-        copied_weights_nbytes=loader.copied_weights_nbytes,
-        busy=timeline.utilization() if timeline else {},
-        busy_s=timeline.busy_s() if timeline else {},
-    )

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
 from typing import Any
 
+import anyio
+
+from ._loops import running_loop
 from .evaluation import Evaluation
 
 __all__ = ["stream_in_order"]
 
 Submit = Callable[[tuple[Any, ...]], Awaitable[Evaluation]]
+
+CLOSING_S = 30.0
+"""How long leaving a stream waits for its source to end."""
 
 
 async def stream_in_order(
@@ -27,7 +34,8 @@ async def stream_in_order(
         window: how many evaluations to keep in flight.
 
     Leaving the loop early cancels what is in flight, submits nothing more, and closes `batches` if
-    it is an async generator.
+    it is an async generator; what that raises is raised here. It waits for that, also where it is cancelled, but
+    not for ever (`CLOSING_S`).
     """
     if isinstance(batches, AsyncIterable):
         source = _read_ahead(submit, batches, window)
@@ -77,7 +85,7 @@ async def _read_ahead(submit: Submit, batches: AsyncIterable[Any], window: int) 
             if isinstance(iterator, AsyncGenerator):  # other sources (a memory object stream) are the caller's
                 await iterator.aclose()
 
-    reader = asyncio.get_running_loop().create_task(read(), name="aiopipe stream")
+    reader = running_loop().create_task(read(), name="aiopipe stream")
     try:
         while (evaluation := await pending.get()) is not None:
             result = await evaluation
@@ -85,11 +93,25 @@ async def _read_ahead(submit: Submit, batches: AsyncIterable[Any], window: int) 
             yield result
         await reader  # raises what the batches or a submit raised
     finally:
-        reader.cancel()
+        reading = reader.cancel()
+        _cancel_all(pending)
         try:
-            await asyncio.wait([reader])
+            with anyio.move_on_after(CLOSING_S, shield=True):  # a scope that is cancelled would not let it wait
+                await asyncio.wait([reader])
         finally:  # also when cancelled a second time
-            while not pending.empty():
-                evaluation = pending.get_nowait()
-                if evaluation is not None:
-                    evaluation.cancel()
+            _cancel_all(pending)
+        if not reader.done():
+            warnings.warn(
+                f"the source of a stream, {batches!r}, has not ended within {CLOSING_S} s; left alone",
+                ResourceWarning,
+                stacklevel=2,
+            )
+        elif reading and not reader.cancelled():
+            reader.result()  # raises what closing the batches raised
+
+
+def _cancel_all(pending: asyncio.Queue[Evaluation | None]) -> None:
+    while not pending.empty():
+        evaluation = pending.get_nowait()
+        if evaluation is not None:
+            evaluation.cancel()

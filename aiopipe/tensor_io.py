@@ -17,7 +17,7 @@ import numpy as np
 from ._jax_types import dtype_of
 from .buffer import Account, Buffer, backing
 from .devices.base import BufferType, BufferUsage, Device
-from .errors import AllocationError, PlacementError, TensorError
+from .errors import AllocationError, PlacementError, TensorError, says_no_room
 from .events import Event
 from .graph import Tensor
 from .queue import Queue
@@ -365,14 +365,19 @@ class TensorIO(ABC):
 
     @contextmanager
     def asking_for(self, tensor: Tensor) -> Iterator[None]:
-        """A device that is full says so in words of its own."""
+        """Around what puts a tensor here. A device that is full says so in words of its own.
+
+        Raises:
+            AllocationError: it has said so.
+        """
         try:
             yield
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, AllocationError) or "RESOURCE_EXHAUSTED" not in str(error):
+        except Exception as error:
+            if isinstance(error, AllocationError) or not says_no_room(error):
                 raise
             raise AllocationError(
-                f"no room on {self.name!r} for {tensor.describe()} of {tensor.nbytes} bytes",
+                f"no room on {self.name!r} for {tensor.describe()} of {tensor.nbytes} bytes: {error}. Put less "
+                "there, or give memory_limit, so that what does not fit is refused before anything is allocated",
                 backend=self.name,
                 asked_nbytes=tensor.nbytes,
                 available_nbytes=self.device.props.memory_nbytes or 0,

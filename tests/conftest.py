@@ -57,6 +57,26 @@ def device_specs() -> list[str]:
     return specs
 
 
+@pytest.fixture
+def happens_before() -> Iterator[Any]:
+    """Says of the devices that it watches, at the latest at the end, what was not ordered: see `happens_before.py`."""
+    from happens_before import HappensBefore
+
+    known = HappensBefore()
+    with known.watching():
+        yield known
+    known.check()
+
+
+@pytest.fixture(scope="session")
+def serve_host() -> Iterator[Any]:
+    """A process that opens servers over small models, for all tests of them: `serving.Host`."""
+    from serving import hosting  # here, as other tests do without its packages
+
+    with hosting() as host:
+        yield host
+
+
 # Blocking calls ----------------------------------------------------------------------------------
 
 blocking_calls: list[str] = []

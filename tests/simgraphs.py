@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster, HostOp, Record
 from aiopipe.graph import Graph, Op
 from aiopipe.graph_builder import GraphBuilder
-from aiopipe.loader import Loaded
 from aiopipe.sched.plan import Plan
+from happens_before import captures_watched
 
 WIDTH = 4
 SPEC = ((WIDTH,), "int64", 8 * WIDTH)
@@ -89,15 +88,8 @@ class Capture(NamedTuple):
 @contextmanager
 def captures_logged(cluster: Cluster) -> Iterator[None]:
     """Have the log say, between the records of the devices, when the host wrote into which slot."""
-    original = Loaded.capture
     log: list[Any] = cluster.log
-
-    def capture(self: Loaded, copy_id: int, values: Sequence[Any], slots: list[Any]) -> None:
-        log.append(Capture(cluster.clock.now, copy_id))
-        original(self, copy_id, values, slots)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loaded, "capture", capture)
+    with captures_watched(lambda loaded, copy_id: log.append(Capture(cluster.clock.now, copy_id))):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -65,6 +66,25 @@ def graph_specs(draw: st.DrawFn, *, n_leaves: int | None = None, max_nodes: int 
         tuple(draw(st.lists(numbers, min_size=leaves, max_size=leaves))),
         tuple(draw(st.lists(st.integers(0, 3), min_size=len(nodes), max_size=len(nodes)))),
     )
+
+
+def random_spec(rng: random.Random, *, n_leaves: int, n_nodes: int, fails: bool = True) -> GraphSpec:
+    """The same without hypothesis: a graph that a seed decides."""
+
+    def numbers(k: int) -> tuple[int, ...]:
+        return tuple(rng.randint(0, 40) for _ in range(k))
+
+    nodes = tuple(
+        NodeSpec(
+            numbers(rng.randint(0, 3)),
+            rng.choice((1, 1, 1, 2)),
+            rng.choice((0.0, 0.5, 1.0, 3.0)),
+            fails and rng.random() < 0.25,
+        )
+        for _ in range(n_nodes)
+    )
+    outputs, new, cut = numbers(rng.randint(1, 3)), numbers(n_leaves), numbers(n_nodes)
+    return GraphSpec(rng.randint(1, 3), rng.randint(0, 2), n_leaves, nodes, outputs, new, cut)
 
 
 def _mix(i: int, n_outputs: int, can_fail: bool, *xs: Any) -> Any:

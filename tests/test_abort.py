@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 import aiopipe as ap
-from aiopipe.devices.sim import Cluster, fail, sleep
+from aiopipe.devices.sim import Cluster, HostOp, fail, sleep
 from aiopipe.graph_builder import GraphBuilder
+from happens_before import HappensBefore
 from models import assert_close, batch, mlp, mlp_params, oracle
-from simgraphs import SPEC, array, assert_equal, chain, results_of, settled, step, unsplit
+from simgraphs import SPEC, TOTAL, array, assert_equal, chain, results_of, settled, step, unsplit
 
 N_COPIES = [1, 2, 3, 4]
 
@@ -105,6 +106,47 @@ async def test_the_slot_comes_back_when_the_devices_are_done(n_copies: int) -> N
         assert again.copy_id == run.copy_id == 0 and cluster.clock.now == 100.0
         assert_equal(await again, (array(), array()))
         settled(sched)
+
+
+async def test_the_slot_waits_for_copies_that_nothing_will_read(happens_before: HappensBefore) -> None:  # D7
+    """Both inputs are brought over before the first piece; the second takes long, and what reads it never runs."""
+    b = GraphBuilder("two inputs")
+    x, y = b.input("x", *SPEC), b.input("y", *SPEC)
+    (first,) = b.node("step", [x], [SPEC], fn=step(1))
+    (second,) = b.node("total", [first, y], [SPEC], fn=TOTAL)
+    graph = b.build([second])
+    cluster = Cluster(1, compute=True, split_cost_s=1.0, host_bytes_per_s=4.0)  # eight seconds for each
+    happens_before.watch(*cluster.backends)
+    async with ap.Scheduler(cluster.backends, n_copies=1) as sched:
+        await sched.plan(graph)
+        sched.set_eval_callback(stop_at("step#0"))
+        run = await sched.graph_compute_async(graph, array(1), array(2))
+        with pytest.raises(ap.EvaluationAborted):
+            await run
+        assert cluster.clock.now == 9.0 and sched.statistics().in_flight == 1
+        sched.set_eval_callback(None)
+        assert_equal(await sched.graph_compute(graph, array(3), array(4)), unsplit(graph, array(3), array(4)))
+        assert cluster.clock.now == 16.0 + 16.0 + 1.0
+        settled(sched)
+
+
+async def test_a_piece_that_ends_last_is_waited_for(happens_before: HappensBefore) -> None:
+    """The first node is seen, so its split runs in two pieces; what reads the first ends before the second."""
+    b = GraphBuilder("two pieces")
+    x = b.input("x", *SPEC)
+    (seen,) = b.node("step", [x], [SPEC], fn=HostOp(lambda x: x + 1, cost_s=1.0))
+    (slow,) = b.node("slow", [x, seen], [SPEC], fn=HostOp(lambda x, y: x * y, cost_s=50.0))
+    (elsewhere,) = b.node("step", [seen], [SPEC], fn=HostOp(lambda x: x + 2, cost_s=1.0))
+    graph = b.build([slow, elsewhere])
+    cluster = Cluster(2, compute=True)
+    happens_before.watch(*cluster.backends)
+    async with ap.Scheduler(cluster.backends) as sched:
+        sched.set_cut(graph, [0, 0, 1])
+        plan = await sched.plan(graph)
+        assert [split.nodes for split in plan.splits] == [(0, 1), (2,)]
+        sched.set_eval_callback(lambda tensor, ask: not ask or tensor.id == seen)
+        assert_equal(await sched.graph_compute(graph, array(1)), unsplit(graph, array(1)))
+        assert cluster.clock.now == 51.0
 
 
 @pytest.mark.parametrize("n_copies", N_COPIES)
@@ -205,8 +247,9 @@ async def test_an_observed_evaluation_lets_go_of_its_arrays(callback: Any) -> No
     params = mlp_params(2)
     async with ap.Scheduler(["cpu:0", "cpu:1"]) as sched:
         graph = ap.trace(mlp, await ap.place(params, {"*": sched.backends[0]}), batch())
+        for _ in range(4):  # every slot has its staging buffers, which are arrays too
+            await sched.graph_compute(graph, batch())
         sched.set_eval_callback(callback)
-        await sched.plan(graph)
         before = len(jax.live_arrays())
         errors = []
         gc.disable()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,7 @@ def test_numbers_convert(graph: Graph, x: Any, s: Any) -> None:
         (X, {"none": X}, "another structure .*got 'batch/none' in place of nothing"),
         (X, {"extra": X}, "another structure .*got 'batch/extra' in place of nothing"),
         ({"x": X}, {}, "'x' got|another structure"),
+        (np.array(["2020-01-01"] * 8, "M8[D]"), {}, r"'x' got datetime64\[D\]\[8\], expected float32\[8\]"),
     ],
 )
 def test_values_that_do_not_fit(graph: Graph, x: Any, batch: Any, message: str) -> None:
@@ -72,6 +73,34 @@ def test_values_that_do_not_fit(graph: Graph, x: Any, batch: Any, message: str) 
 def test_the_number_of_arguments_is_checked(graph: Graph) -> None:
     with pytest.raises(TensorError, match=r"got 1 arguments, expected 2 \(x, batch\)"):
         graph.flatten_inputs((X,))
+
+
+def test_a_value_under_a_transformation_is_refused(graph: Graph) -> None:
+    def inside(x: Any) -> Any:
+        return graph.flatten_inputs((x, {"ids": ids(), "none": None, "s": 1.0}))[0]
+
+    with pytest.raises(TensorError, match=r"'x' got a tracer of a jax transformation.*evaluate a graph outside"):
+        jax.jit(inside)(X)
+
+
+def test_another_structure_with_the_same_names_says_which() -> None:
+    class Pair(NamedTuple):
+        a: Any
+        b: Any
+
+    graph = trace(lambda w, pair: pair, (), Pair(X, X))
+    with pytest.raises(TensorError, match=r"got PyTreeDef\(.*'a'.*\), expected PyTreeDef\(.*Pair"):
+        graph.flatten_inputs(({"a": X, "b": X},))
+
+
+def test_a_callable_that_shows_no_signature_has_numbered_inputs() -> None:
+    class Hidden:
+        __signature__ = "none of it"
+
+        def __call__(self, w: Any, x: Any, y: Any) -> Any:
+            return x + y
+
+    assert [t.name for t in trace(Hidden(), (), X, X).inputs] == ["0", "1"]
 
 
 def test_a_deleted_array_is_refused() -> None:

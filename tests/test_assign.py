@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -13,7 +14,7 @@ from aiopipe.devices.base import DeviceType
 from aiopipe.errors import PlacementError
 from aiopipe.graph import Graph, Node
 from aiopipe.sched.assign import Assignment, assign
-from graphs import Draft, FakeDevice, chain, gpus, random_graph, transformer
+from graphs import Draft, FakeDevice, FakeOp, chain, gpus, random_graph, transformer
 
 
 def placed(assignment: Assignment) -> list[tuple[int, str]]:
@@ -44,11 +45,13 @@ def test_the_first_weight_decides() -> None:
     assert on(b.build([h]), {w: 1, v: 0}) == [(1, "1.wgt1")]
 
 
-def test_many_operands() -> None:
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 20])
+def test_many_operands(n: int) -> None:
     b = Draft()
-    xs = [b.x(f"x{i}") for i in range(20)]
-    w = b.w()
-    assert on(b.build([b.op("concatenate", *xs, w)]), {w: 1}) == [(1, "1.wgt20")]
+    xs = [b.x(f"x{i}") for i in range(n)]
+    w, later = b.w(), b.w("later")
+    y = b.op("concatenate", *xs, w, later)
+    assert on(b.build([y]), {w: 1, later: 0}) == [(1, f"1.wgt{n}")]
 
 
 def test_a_weight_on_the_host_keeps_its_node_there() -> None:
@@ -77,6 +80,27 @@ def test_a_view_follows_its_source() -> None:
     shown = b.op("reshape", h)  # 1.vsrc: of a node that has its place
     y = b.op("dot_general", shown, turned)  # beside the weight that it is a view of
     assert on(b.build([y]), {w: 1, v: 0}) == [(1, "1.vsrc"), (0, "1.wgt1"), (0, "1.vsrc"), (1, "1.wgt1")]
+
+
+@pytest.mark.parametrize("backend", [0, 1])
+def test_a_view_of_the_first_node(backend: int) -> None:
+    b = Draft()
+    w, v = b.w("w"), b.w("v")
+    h = b.op("dot_general", b.x(), w)
+    shown = b.op("reshape", h)
+    y = b.op("dot_general", shown, v)
+    expected = [(backend, "1.wgt1"), (backend, "1.vsrc"), (1 - backend, "1.wgt1")]
+    assert on(b.build([y]), {w: backend, v: 1 - backend}) == expected
+
+
+def test_a_value_from_nothing_counts_as_no_weight() -> None:
+    """It joins its neighbours: it does not follow its reader as a value from weights would."""
+    b = Draft()
+    w = b.w()
+    counted = b.op("cast", b.op("iota"))
+    h = b.op("dot_general", b.x(), w)
+    y = b.op("add", h, counted)
+    assert on(b.build([y]), {w: 1}) == [(1, "2.1"), (1, "2.1"), (1, "1.wgt1"), (1, "2.2")]
 
 
 def test_a_value_from_weights_alone_counts_as_the_weight() -> None:
@@ -135,6 +159,15 @@ def test_replicated_weights_decide_when_nothing_else_does() -> None:
     assert placed(assignment) == [(1, "2.1"), (1, "1.wgt1"), (1, "1.vsrc"), (1, "2.2")]
 
 
+def test_each_replicated_weight_decides_for_its_reader() -> None:
+    b = Draft()
+    one, two = b.w("one"), b.w("two")
+    h = b.op("dot_general", b.x(), one)
+    y = b.op("dot_general", h, two)
+    assignment = assign(b.build([y]), gpus(3), weights={one: (1, 2), two: (0, 2)})
+    assert placed(assignment) == [(1, "1.wgt1"), (0, "1.wgt1")]
+
+
 def test_the_best_holder_that_has_the_op() -> None:
     b = Draft()
     w = b.w()
@@ -142,6 +175,49 @@ def test_the_best_holder_that_has_the_op() -> None:
     devices[1].lacks = ["dequantize", "dot_general"]
     graph = b.build([b.op("dequantize", w), b.op("dot_general", b.x(), w)])
     assert placed(assign(graph, devices, weights={w: (1, 2)})) == [(2, "1.wgt0"), (2, "1.wgt1")]
+
+
+def test_a_value_from_a_replicated_weight_counts_as_replicated() -> None:
+    b = Draft()
+    w = b.w()
+    cast = b.op("cast", w)
+    scaled = b.op("mul", cast, cast)
+    graph = b.build([b.op("dot_general", b.x(), scaled)])
+    assignment = assign(graph, gpus(3), weights={w: (2, 1)})
+    assert placed(assignment) == [(1, "3"), (1, "3"), (1, "1.wgt1")]
+
+
+@pytest.mark.parametrize("reader", [0, 3])
+def test_a_value_from_a_replicated_weight_follows_its_reader_wherever_that_is(reader: int) -> None:
+    b = Draft()
+    w = b.w()
+    cast = b.op("cast", w)
+    y = b.op("dot_general", b.x(), cast)
+    assignment = assign(b.build([y]), gpus(3), weights={w: (2, 1)}, pins={y: reader})
+    assert placed(assignment) == [(reader, "3"), (reader, "usr")]
+
+
+def test_a_replicated_weight_does_not_decide_where_another_weight_does_in_vain() -> None:
+    """The accelerator that has the one weight lacks the op; the holders of the other have no claim."""
+    b = Draft()
+    w, tied = b.w("w"), b.w("tied")
+    y = b.op("fft", b.x(), w, tied)
+    devices = gpus(3)
+    devices[1].lacks = ["fft"]
+    held = {w: (1,), tied: (2, 3)}
+    assert placed(assign(b.build([y]), devices, weights=held)) == [(0, "3.best")]
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_values_from_weights_whose_reader_is_where_their_op_is_not(lacking: int) -> None:
+    b = Draft()
+    free = b.w("free")
+    cast = b.op("cast", free)
+    y = b.op("dot_general", b.x(), cast)
+    devices = gpus(2)
+    devices[lacking].lacks = ["cast"]
+    assignment = assign(b.build([y]), devices, pins={y: lacking})
+    assert placed(assignment) == [(1 - lacking, "3.best"), (lacking, "usr")]
 
 
 def test_values_from_unplaced_weights_follow_their_reader() -> None:
@@ -160,6 +236,45 @@ def test_values_from_weights_that_nobody_reads() -> None:
     b = Draft()
     graph = b.build([b.op("cast", b.w())])
     assert placed(assign(graph, gpus(2))) == [(0, "3")]
+    devices = gpus(2)
+    devices[0].lacks = ["cast"]
+    assert placed(assign(graph, devices)) == [(1, "3.best")]
+
+
+# -- host weights that move to an accelerator ----------------------------------------------------
+
+
+class Wanting(FakeDevice):
+    """An accelerator that wants large products."""
+
+    def offload_op(self, node: Node) -> bool:
+        return node.op == "dot_general" and node.flops >= 100
+
+
+def test_large_operations_on_host_weights_move_to_the_first_that_wants_them() -> None:
+    b = Draft()
+    x = b.x()
+    small = b.op("dot_general", x, b.w("small"), flops=10)
+    large = b.op("dot_general", small, b.w("large"), flops=100)
+    lookup = b.op("gather", b.w("table"), large, flops=1000)
+    graph = b.build([lookup])
+    host = dict.fromkeys((t.id for t in graph.weights), (2,))
+    cpu = FakeDevice("cpu:0", type=DeviceType.CPU, client="cpu")
+    devices = [Wanting("gpu:0", lacks=["dot_general"]), Wanting("gpu:1"), cpu]
+    off = assign(graph, devices, weights=host, op_offload=True)
+    assert off.node_cause == ("1.wgt1", "1.off", "1.wgt0")
+    assert off.node_backend == (2, 1, 2)
+    assert off.leaf_backends[graph.weights[1].id] == (2,)
+    on = assign(graph, devices, weights=host)
+    assert on.node_backend == (2, 2, 2) and "1.off" not in on.node_cause
+
+
+def test_weights_of_accelerators_are_not_offloaded() -> None:
+    b = Draft()
+    graph = b.build([b.op("dot_general", b.x(), b.w(), flops=1000)])
+    devices = [Wanting("gpu:0"), Wanting("gpu:1"), gpus(0)[0]]
+    placed = assign(graph, devices, weights={graph.weights[0].id: (1,)}, op_offload=True)
+    assert (placed.node_backend, placed.node_cause) == ((1,), ("1.wgt1",))
 
 
 # -- pass 2 --------------------------------------------------------------------------------------
@@ -212,6 +327,19 @@ def test_views_neither_spread_nor_are_spread_over() -> None:
     h = b.op("dot_general", y, w)
     graph = b.build([h, turned])
     assert on(graph, {w: 0, v: 1}) == [(0, "2.1"), (0, "3"), (1, "1.vsrc"), (0, "2.1"), (0, "1.wgt1")]
+
+
+@pytest.mark.parametrize("backend", [0, 1])
+def test_a_view_between_nodes_that_the_expansion_reaches(backend: int) -> None:
+    b = Draft()
+    w = b.w()
+    shown = b.op("reshape", b.op("exp", b.x()))
+    graph = b.build([b.op("dot_general", shown, w)])
+    assert on(graph, {w: backend}) == [(backend, "2.1"), (backend, "3"), (backend, "1.wgt1")]
+    devices = gpus(2)
+    devices[backend].lacks = ["reshape"]
+    able = 1 - backend
+    assert placed(assign(graph, devices, weights={w: (backend,)}))[1] == (able, "3.best")
 
 
 def test_expansion_passes_over_unsupported_ops() -> None:
@@ -312,6 +440,62 @@ def test_a_node_is_upgraded_to_where_its_operands_are() -> None:
     assert on(b.build([f]), {w: 1, v: 0}, n_gpus=1) == expected
 
 
+def test_without_weights_the_first_that_has_the_op() -> None:
+    b = Draft()
+    devices = gpus(2)
+    devices[0].lacks = ["fft"]
+    assert placed(assign(b.build([b.op("fft", b.x())]), devices)) == [(1, "3.best")]
+
+
+def upgraded(operands: Sequence[str]) -> tuple[int, str]:
+    """Where a node goes that the rest pass gave to the host (3), by where its operands are.
+
+    ``a0`` and ``a1`` are made on accelerators 0 and 1, ``i0`` is an input that is pinned to 0, ``x`` one that is not;
+    ``cast`` is not decided yet, ``tied`` is on several.
+    """
+    b = Draft()
+    x, i0 = b.x("x"), b.x("i0")
+    weights = {name: b.w(name) for name in ("w0", "w1", "host", "free", "tied")}
+    known = {"x": x, "i0": i0, "cast": b.op("cast", weights["free"]), "tied": weights["tied"]}
+    known["a0"] = b.op("dot_general", x, weights["w0"])
+    known["a1"] = b.op("dot_general", x, weights["w1"])
+    c = b.op("dot_general", x, weights["host"])
+    d = b.op("add", *(known[name] for name in operands))
+    graph = b.build([b.op("dot_general", d, weights["host"]), c])
+    held = {weights["w0"]: (0,), weights["w1"]: (1,), weights["host"]: (3,), weights["tied"]: (0, 2)}
+    return placed(assign(graph, gpus(3), weights=held, pins={i0: 0}))[4]
+
+
+@pytest.mark.parametrize(
+    ("operands", "expected"),
+    [
+        (["a1"], (1, "3.upg")),
+        (["a0", "x", "a0"], (0, "3.upg")),
+        (["x", "a1"], (1, "3.upg")),
+        (["a1", "x"], (1, "3.upg")),
+        (["cast", "a1"], (1, "3.upg")),
+        (["a1", "cast"], (1, "3.upg")),
+        (["tied", "a1"], (1, "3.upg")),
+        (["i0"], (0, "3.upg")),
+        (["i0", "a1"], (3, "2.4")),
+        (["a0", "a1"], (3, "2.4")),
+        (["a1", "a0"], (3, "2.4")),
+        (["x", "tied"], (3, "2.4")),
+    ],
+)
+def test_an_upgrade_is_to_where_all_operands_are(operands: list[str], expected: tuple[int, str]) -> None:
+    assert upgraded(operands) == expected
+
+
+def test_what_the_host_reached_upwards_is_upgraded_too() -> None:
+    b = Draft()
+    x, w = b.x(), b.w()
+    graph = b.build([b.op("dot_general", b.op("exp", x), w)])
+    assert placed(assign(graph, gpus(1), weights={w: (1,)}, pins={x: 0})) == [(0, "3.upg"), (1, "1.wgt1")]
+    assert placed(assign(graph, gpus(1), weights={w: (1,)}, pins={x: 1})) == [(1, "2.3"), (1, "1.wgt1")]
+    assert placed(assign(graph, gpus(1, lacks=["exp"]), weights={w: (1,)}, pins={x: 0}))[0] == (1, "2.3")
+
+
 # -- pins and cuts -------------------------------------------------------------------------------
 
 
@@ -375,6 +559,21 @@ def test_no_backend_has_the_op() -> None:  # S34
         assign(b.build([y]), gpus(1, lacks=["eig"], cpu_lacks=["eig"]))
 
 
+def test_what_no_backend_has_is_told_in_full() -> None:
+    b = Draft()
+    p, _ = b.ops("eig", b.x(), nbytes=(4, 8), source="model.py:7 (f)")
+    message = (
+        "no backend has the op eig of eig#0 (model.py:7 (f)), which makes 'eig#0.0' int8[4], 'eig#0.1' int8[8]; asked "
+        "'gpu:0', 'cpu:0': add a device that has it"
+    )
+    with pytest.raises(PlacementError, match=f"^{re.escape(message)}$"):
+        assign(b.build([p]), gpus(1, lacks=["eig"], cpu_lacks=["eig"]))
+    b = Draft()
+    b.node("log", [b.x()], [], fn=FakeOp("log", 0), has_effect=True)
+    with pytest.raises(PlacementError, match=r"of log#0 \(\), which makes nothing; asked 'cpu:0': add"):
+        assign(b.build([]), gpus(0, cpu_lacks=["log"]))
+
+
 def test_a_pin_to_a_backend_that_lacks_the_op() -> None:  # S34
     b = Draft()
     y = b.op("eig", b.x(), source="model.py:7 (f)")
@@ -397,11 +596,16 @@ def test_two_pins_of_one_node() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"weights": {1: (3,)}}, r"'w' int8\[100\] names backend 3, expected 0 to 2"),
+        ({"weights": {1: (3,)}}, r"'w' int8\[100\] names backend 3, expected 0 to 2: an index of the devices$"),
+        ({"weights": {1: (0, -1)}}, r"'w' int8\[100\] names backend -1"),
         ({"weights": {0: (0,)}}, r"weights name 'x' int8\[8\], which is of kind 'input'"),
         ({"weights": {99: (0,)}}, r"name tensor 99, expected 0 to 2"),
+        ({"weights": {3: (0,)}}, r"name tensor 3, expected 0 to 2"),
         ({"pins": {2: -1}}, r"the pin of 'dot_general#0' int8\[8\] names backend -1"),
+        ({"pins": {2: 3}}, r"^the pin of 'dot_general#0' int8\[8\] names backend 3"),
         ({"pins": {-1: 0}}, r"name tensor -1"),
+        ({"cut": [-1]}, r"^the cut names backend -1"),
+        ({"cut": [3]}, r"the cut names backend 3"),
         ({"cut": [7]}, r"the cut names backend 7"),
         ({"cut": [0, 0]}, r"the cut has 2 backends, expected one for each of 1 nodes"),
     ],
@@ -414,7 +618,7 @@ def test_wrong_indices(arguments: dict[str, object], message: str) -> None:
 
 
 def test_no_devices() -> None:
-    with pytest.raises(PlacementError, match="no devices"):
+    with pytest.raises(PlacementError, match=r"^got no devices; expected at least one, the last of them a host CPU$"):
         assign(chain(1), [])
 
 

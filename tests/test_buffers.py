@@ -266,6 +266,17 @@ class TestMemory:
             await cpu.synchronize()
 
 
+    async def test_a_device_that_is_full_of_weights_says_so(self, cpu: ap.Backend, monkeypatch: Any) -> None:
+        errors = [RuntimeError("RESOURCE_EXHAUSTED: out"), MemoryError("RESOURCE_EXHAUSTED"), ValueError("no")]
+        monkeypatch.setattr(cpu, "upload", lambda *_: (_ for _ in ()).throw(errors.pop(0)))
+        for _ in range(2):
+            with pytest.raises(ap.AllocationError, match=r"on 'cpu:0' for 'w' float32\[4\] of 16 b") as caught:
+                await ap.place({"w": np.ones(4, np.float32)}, {"*": cpu})
+            assert (caught.value.backend, caught.value.asked_nbytes) == ("cpu:0", 16)
+        with pytest.raises(ValueError, match="no"):  # anything else as it is
+            await ap.place({"w": np.ones(4, np.float32)}, {"*": cpu})
+
+
 class TestViews:
     async def test_views_read_and_write_their_source(self, backend: ap.Backend) -> None:
         tensor = backend.alloc_buffer(256).alloc((3, 4), "int32", "t")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 
 import pytest
 
 from aiopipe.devices.clock import VirtualClock
 from aiopipe.errors import WrongLoopError
+from loops import KINDS, run
 
 watchdog = pytest.mark.timeout(60)
 
@@ -42,10 +44,10 @@ async def test_clock_advances_only_when_the_loop_is_idle() -> None:
     assert seen == [0.0, 1.0]
 
 
-def test_clock_advances_on_a_loop_that_hides_its_queue() -> None:
-    uvloop = pytest.importorskip("uvloop")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(test_clock_advances_only_when_the_loop_is_idle())
+@pytest.mark.parametrize("kind", KINDS)
+def test_clock_advances_on_loops_of_every_kind(kind: str) -> None:
+    """Also on one that hides its queue, as uvloop does."""
+    run(kind, test_clock_advances_only_when_the_loop_is_idle())
 
 
 @watchdog
@@ -137,6 +139,31 @@ async def test_call_at_from_a_thread_goes_to_the_loop() -> None:
     await asyncio.to_thread(clock.call_at, 5.0, seen.set)
     await seen.wait()
     assert clock.now == 5.0
+
+
+async def test_complete_at_from_a_thread_goes_to_the_loop_and_comes_first() -> None:
+    clock, seen = VirtualClock(), []
+    clock.call_at(1.0, lambda: seen.append("news"))
+    await asyncio.to_thread(clock.complete_at, 1.0, lambda: seen.append(threading.current_thread().name))
+    await clock.wait_until(2.0)
+    assert seen == [threading.main_thread().name, "news"]
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+def test_an_interruption_in_a_callback_ends_the_loop(interruption: type[BaseException]) -> None:
+    clock, seen = VirtualClock(), []
+
+    def interrupt() -> None:
+        raise interruption
+
+    async def main() -> None:
+        clock.call_at(1.0, interrupt)
+        clock.call_at(2.0, lambda: seen.append(clock.now))
+        await clock.wait_until(3.0)
+
+    with pytest.raises(interruption):
+        asyncio.run(main())
+    assert not seen
 
 
 def test_a_second_loop_drops_the_events_of_a_dead_one() -> None:

@@ -248,6 +248,30 @@ async def test_weights_on_other_backends_are_fetched(cpus: list[ap.Backend]) -> 
     assert len(report.nodes) == report.n_nodes and report.max_abs_difference == 0.0
 
 
+async def test_a_state_is_read_on_both_and_changed_on_neither(cpus: list[ap.Backend]) -> None:
+    def step(w: Any, state: Any, x: Any) -> tuple[Any, Any]:
+        state = state + x @ w
+        return jnp.tanh(state), state
+
+    (w,), x, begin = mlp_params(1), batch(), np.full((2, 8), 3, np.float32)
+    graph = ap.trace(step, w, x, state=begin)
+    async with WrongBackend(xla_devices("cpu")[2], "tanh", 0.5) as wrong:
+        report = await ap.compare_backends(graph, cpus[0], wrong, inputs=(x,), state=begin)
+    assert len(report.nodes) == report.n_nodes
+    assert [node.op for node in report.above(1e-5)] == ["tanh"]
+    np.testing.assert_array_equal(begin, np.full((2, 8), 3, np.float32))
+    with pytest.raises(ap.StateError, match=r"takes state 'state' float32\[2,8\], but .* has float32\[3\]"):
+        await ap.compare_backends(graph, *cpus, inputs=(x,), state=np.zeros(3, np.float32))
+
+
+async def test_a_long_report_shows_the_worst_and_counts_the_rest() -> None:
+    graph, real, pretended = chain(9), Cluster(1, compute=True), Cluster(1)
+    report = await ap.compare_backends(graph, real.backends[0], pretended.backends[0], inputs=(array(1),))
+    lines = str(report).splitlines()
+    assert len(lines) == 1 + 5 + 1 and lines[-1] == "  and 4 more"
+    assert ["stage 8" in lines[1], "stage 4" in lines[5]] == [True, True]
+
+
 async def test_simulated_backends() -> None:
     """The first computes, the second only pretends to: it answers with zeros."""
     graph, real, pretended = chain(3), Cluster(1, compute=True), Cluster(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import re
 from typing import Any
 
 import jax
@@ -29,6 +31,80 @@ def equations(fn: Any, *args: Any) -> list[Any]:
 
 def cost(fn: Any, *args: Any) -> float:
     return sum(map(flops, equations(fn, *args)))
+
+
+# Stand-ins for parameters ------------------------------------------------------------------------
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+LARGE, DELETED = np.zeros(1 << 20), jnp.ones(3)
+
+
+def equal_parameters() -> list[list[Any]]:
+    """Groups of values: those of one group mean the same, those of two never do."""
+    same, object_array = Unhashable(), np.array([None], object)
+    DELETED.delete()
+    return [
+        [None],
+        [True],
+        [1],
+        [1.0],
+        [np.float32(1)],
+        [np.float64(1)],
+        [Colour.RED],
+        [-0.0],
+        [0.0],
+        [float("nan"), float("nan")],
+        [1j],
+        ["1"],
+        [b"1"],
+        [(1, 2.0)],
+        [[1, 2.0]],
+        [(1, 2)],
+        [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
+        [{"a": 1, "b": 3}],
+        [{1, 2}, {2, 1}],
+        [frozenset({1, 2})],
+        [np.arange(3), np.arange(3)],
+        [np.arange(3, dtype=np.int8)],
+        [np.arange(3).reshape(3, 1)],
+        [jax.random.key(1), jax.random.key(1)],
+        [jax.random.key(2)],
+        [jax.random.key(1, impl="rbg")],
+        [LARGE, LARGE],
+        [LARGE.copy()],
+        [DELETED, DELETED],
+        [object_array, object_array],
+        [same, same],
+        [Unhashable()],
+        [jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.float32)],
+    ]
+
+
+def test_parameters_are_equal_if_they_mean_the_same() -> None:
+    groups = equal_parameters()
+    found = [[_jaxpr.freeze(value) for value in group] for group in groups]
+    for stand_ins in found:
+        assert len(set(stand_ins)) == 1
+    assert len({stand_ins[0] for stand_ins in found}) == len(groups)
+
+
+def test_constants_that_are_inputs_are_equal_by_their_number() -> None:
+    one, two = np.arange(3), np.arange(4)
+    assert _jaxpr.freeze(one, {id(one): 0}) == _jaxpr.freeze(two, {id(two): 0}) != _jaxpr.freeze(two, {id(two): 1})
+
+
+def test_signatures_show_briefly() -> None:
+    graph = trace(lambda w, x: jnp.sin(x), (), X)
+    assert re.fullmatch(r"<signature [0-9a-f]{8}>", repr(graph.nodes[0].fn.signature()))
+    assert repr(graph.nodes[0].fn) == "<Equation sin>"
 
 
 # Source lines and signatures ---------------------------------------------------------------------

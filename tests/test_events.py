@@ -48,6 +48,17 @@ async def test_it_has_no_truth_value() -> None:
         bool(Event())
 
 
+def test_a_callback_that_raises_where_no_loop_runs_raises_there() -> None:
+    def broken(_: Event) -> None:
+        raise ValueError("boom")
+
+    event = Event()
+    event.add_callback(broken)
+    with pytest.raises(ValueError, match="boom"):
+        event.set()
+    assert event.done()
+
+
 async def test_callbacks_run_once_also_when_added_late() -> None:
     event = Event()
     seen: list[str] = []

@@ -17,6 +17,7 @@ import pytest
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster, HostOp
 from aiopipe.graph_builder import GraphBuilder
+from happens_before import HappensBefore
 from models import assert_close, batch, mlp, mlp_params, oracle
 from processes import run_script
 from simgraphs import SPEC, array, assert_equal, chain, settled, step, unsplit
@@ -56,10 +57,12 @@ class Fault:
 @pytest.mark.parametrize("device", range(3))
 @pytest.mark.parametrize("where", ["load", "transfer", "launched", "all_ready", "error_of", "notify"])
 async def test_a_backend_that_raises_fails_one_evaluation_and_no_other(
-    where: str, device: int, monkeypatch: pytest.MonkeyPatch
+    where: str, device: int, monkeypatch: pytest.MonkeyPatch, happens_before: HappensBefore
 ) -> None:
-    cluster = Cluster(3, compute=True, split_cost_s=1.0)
+    cluster = Cluster(3, compute=True, split_cost_s=1.0, latency_s=0.5)  # a copy is under way while a launch fails
     fault = Fault(cluster.backends[device], where, monkeypatch)
+    if where in ("load", "transfer", "launched"):  # else nobody can know when it is done
+        happens_before.watch(*cluster.backends)
     graph = chain(3)
     async with ap.Scheduler(cluster.backends, n_copies=2) as sched:
         sched.set_cut(graph, range(3))

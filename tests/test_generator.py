@@ -210,6 +210,23 @@ async def test_leaving_early_frees_the_row(small: Any) -> None:
         assert first.finish_reason == "left" and first.n_tokens < 100
 
 
+async def test_who_leaves_while_waiting_is_gone_at_once(small: Any) -> None:
+    async with Generator(*small, devices=devices(1), rows=1, groups=1, n_ctx=128, chunk=8) as gen:
+        first = gen.submit([1, 2, 3], max_tokens=100)
+        await anext(aiter(first))
+        waiting = [gen.submit([1, 2, 3]) for _ in range(3)]
+        assert (gen.statistics().writing, gen.statistics().waiting) == (1, 3)
+        waiting[1].cancel()
+        assert waiting[1].finish_reason == "left" and await ids_of(waiting[1]) == []
+        assert gen.statistics().waiting == 2
+        for _ in range(50):  # whoever comes and goes does not pile up
+            gen.submit([1, 2, 3]).cancel()
+        assert len(gen._waiting) <= 4
+        for stream in (first, waiting[0]):
+            stream.cancel()
+        assert len(await ids_of(waiting[2])) == 126  # 128 tokens are read at most
+
+
 async def test_stop_tokens_and_the_end_of_the_context(small: Any) -> None:
     want = reference("tiny_gguf")
     prompt, greedy = want["tokens"].tolist(), want["greedy"].tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aiopipe import _jax
+from aiopipe import _jax, _jax_compile, _jax_move
 from aiopipe._jax_types import is_ref
 from aiopipe.devices.base import Program
 from aiopipe.errors import TensorError, TraceError
@@ -155,14 +156,55 @@ def test_put_has_its_fast_path_on_every_supported_version(device: jax.Device) ->
 
 
 def test_put_without_the_fast_path(device: jax.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_jax, "has_fast_put", lambda device: False)
+    monkeypatch.setattr(_jax_move, "has_fast_put", lambda device: False)
     [moved] = _jax.put([X], device)
     assert moved.devices() == {device}
+    assert _jax.put_one(X, device).devices() == {device}
+    assert _jax.show(aligned(X), device) is None
+
+
+def aligned(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy whose memory XLA reads in place."""
+    raw = np.empty(x.nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    copy = raw[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+def test_what_is_shown_changes_with_its_memory(device: jax.Device) -> None:
+    memory = aligned(X)
+    shown = _jax.show(memory, device)
+    assert shown is not None, "JAX no longer reads aligned memory of the host in place"
+    double = jax.jit(lambda x: x * 2)
+    np.testing.assert_array_equal(double(shown), X * 2)
+    memory[...] = X + 1
+    np.testing.assert_array_equal(double(shown), (X + 1) * 2)
+
+
+def test_what_jax_would_copy_is_not_shown(device: jax.Device) -> None:
+    assert _jax.show(aligned(np.append(X.ravel(), X.ravel()))[1:], device) is None
+    assert _jax.show(np.zeros((0, 3), np.float32), device) is None
+
+
+@pytest.mark.parametrize("broken", [lambda params: None, lambda params: 1 / 0])
+def test_an_executable_is_called_without_jaxs_frame_where_it_can_be(broken: Any) -> None:
+    compiled = jax.jit(lambda x: (x + 1,)).lower(X).compile()
+    call = _jax_compile._without_its_frame(compiled)
+    assert call is not compiled, "JAX no longer has that call"
+    np.testing.assert_array_equal(call(X)[0], X + 1)
+
+    class Changed:
+        _executable = types.SimpleNamespace(create_cpp_call=broken)
+        _params = None
+
+    changed = Changed()
+    assert _jax_compile._without_its_frame(changed) is changed
 
 
 @pytest.mark.parametrize("broken", [None, lambda *args: X, lambda *args: 1 / 0])
 def test_a_fast_path_that_changed_is_not_used(broken: Any, device: jax.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_jax, "_batched_device_put", broken)
+    monkeypatch.setattr(_jax_move, "_batched_device_put", broken)
     assert not _jax.has_fast_put.__wrapped__(device)
 
 
@@ -234,7 +276,7 @@ def loop(w: Any, x: Any) -> Any:
 
 def test_a_program_computes_what_jit_does(device: jax.Device) -> None:
     graph = trace(loop, W, X)
-    compiled = _jax.compile_program(program(graph), device)
+    compiled = _jax_compile.compile_program(program(graph), device)
     outs = compiled.call(*_jax.put([X, W], device))
     got, expected = graph.unflatten_outputs(outs), jax.jit(loop)(W, X)
     for name, value in expected.items():
@@ -250,7 +292,7 @@ def test_a_program_computes_what_jit_does(device: jax.Device) -> None:
 
 def test_programs_take_numpy(device: jax.Device) -> None:
     graph = trace(lambda w, x: x @ w, W, X)
-    compiled = _jax.compile_program(program(graph), device)
+    compiled = _jax_compile.compile_program(program(graph), device)
     [out] = compiled.call(X, jax.device_put(W, device))
     np.testing.assert_allclose(out, X @ W, rtol=1e-5)
     assert out.devices() == {device}
@@ -260,7 +302,7 @@ def test_donation_never_warns_and_keeps_what_it_cannot_use(device: jax.Device) -
     graph = trace(lambda w, x, y, z: (x + 1, (x * y).sum(), z.astype(jnp.bfloat16)), (), X, X, X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        compiled = _jax.compile_program(program(graph, donate=(0, 1, 2)), device)
+        compiled = _jax_compile.compile_program(program(graph, donate=(0, 1, 2)), device)
         assert compiled.donated == (0,)
         x, y, z = (jax.device_put(X + i, device) for i in range(3))
         first, total, _ = compiled.call(x, y, z)
@@ -281,7 +323,7 @@ def test_programs_of_every_type(dtype: str, device: jax.Device) -> None:
         value = jnp.ones(64, _jax.dtype_of(dtype))
         fn = lambda w, x: x | x if dtype == "bool" else x + x  # noqa: E731
     graph = trace(fn, (), value)
-    compiled = _jax.compile_program(program(graph, donate=(0,)), device)
+    compiled = _jax_compile.compile_program(program(graph, donate=(0,)), device)
     given = jax.device_put(value, device)
     [out] = compiled.call(given)
     [twice] = compiled.call(out)
@@ -296,13 +338,13 @@ def test_weakly_typed_carries_compile(device: jax.Device) -> None:
         return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2.0), (0, x))
 
     graph = trace(fn, (), 1.5)
-    [n, y] = _jax.compile_program(program(graph), device).call(np.float32(1.5))
+    [n, y] = _jax_compile.compile_program(program(graph), device).call(np.float32(1.5))
     assert (int(n), float(y)) == (3, 12.0)
 
 
 def test_a_program_without_inputs_is_on_its_device(device: jax.Device) -> None:
     graph = trace(lambda w: jnp.arange(4.0), ())
-    [out] = _jax.compile_program(program(graph), device).call()
+    [out] = _jax_compile.compile_program(program(graph), device).call()
     assert out.devices() == {device}
     assert out.committed
 
@@ -310,7 +352,7 @@ def test_a_program_without_inputs_is_on_its_device(device: jax.Device) -> None:
 def test_programs_compile_under_the_settings_of_their_graph(device: jax.Device) -> None:
     with jax.enable_x64(True):
         graph = trace(lambda w, x: x * 2 + jnp.arange(3), (), np.arange(3.0))
-    compiled = _jax.compile_program(program(graph), device)
+    compiled = _jax_compile.compile_program(program(graph), device)
     with jax.enable_x64(True):
         [out] = compiled.call(jax.device_put(np.arange(3.0), device))
     assert out.dtype == np.float64
@@ -325,7 +367,7 @@ def test_callbacks_and_effects_are_seen(device: jax.Device) -> None:
         return jax.lax.map(lambda v: jax.pure_callback(np.sin, v, v), x)
 
     for fn in (noisy, nested):
-        compiled = _jax.compile_program(program(trace(fn, (), X)), device)
+        compiled = _jax_compile.compile_program(program(trace(fn, (), X)), device)
         assert compiled.has_callback
         jax.block_until_ready(compiled.call(X))
     jax.effects_barrier()
@@ -334,7 +376,7 @@ def test_callbacks_and_effects_are_seen(device: jax.Device) -> None:
 def test_several_threads_compile_at_once(device: jax.Device) -> None:
     graphs = [trace(lambda w, x, i=i: jnp.sin(x) * i, (), X) for i in range(8)]
     with ThreadPoolExecutor(4) as pool:
-        compiled = list(pool.map(lambda g: _jax.compile_program(program(g), device), graphs))
+        compiled = list(pool.map(lambda g: _jax_compile.compile_program(program(g), device), graphs))
     for i, each in enumerate(compiled):
         np.testing.assert_allclose(each.call(X)[0], np.sin(X) * i, rtol=1e-6)
 
@@ -350,7 +392,7 @@ def test_programs_of_operations_that_are_no_equations(device: jax.Device) -> Non
     builder = GraphBuilder()
     x = builder.input("x", (8,), "float32", 32)
     graph = builder.build(builder.node("double", [x], [((8,), "float32", 32)], fn=Double()))
-    compiled = _jax.compile_program(program(graph, name="a name: with/strange (parts)"), device)
+    compiled = _jax_compile.compile_program(program(graph, name="a name: with/strange (parts)"), device)
     np.testing.assert_allclose(compiled.call(X)[0], X * 2)
 
 
@@ -362,8 +404,8 @@ def test_missing_analyses_are_tolerated() -> None:
         def memory_analysis(self) -> Any:
             return None
 
-    assert _jax._cost_analysis(Nothing()) == {}
-    assert _jax._memory_stats(Nothing()).temp_nbytes == 0
+    assert _jax_compile._cost_analysis(Nothing()) == {}
+    assert _jax_compile._memory_stats(Nothing()).temp_nbytes == 0
 
 
 def test_avals_of_tensors(device: jax.Device) -> None:

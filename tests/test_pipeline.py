@@ -30,6 +30,19 @@ async def test_call_and_stream() -> None:
         assert_close(y, oracle(mlp, params, x))
 
 
+async def test_closing_one_that_was_never_opened_or_is_closed_does_nothing() -> None:
+    pipe = ap.Pipeline(mlp, mlp_params(1), devices=["cpu:0"])
+    await pipe.aclose()
+    async with pipe:
+        await pipe(batch())
+    await pipe.aclose()
+
+
+def test_a_split_that_nobody_knows() -> None:
+    with pytest.raises(ap.PlacementError, match="split='even': expected 'auto', one number for each device, or a map"):
+        ap.Pipeline(mlp, mlp_params(1), devices=["cpu:0"], split="even")
+
+
 async def test_each_device_gets_a_part() -> None:
     async with ap.Pipeline(mlp, mlp_params(6), devices=DEVICES) as pipe:
         plan = await pipe.plan(batch())

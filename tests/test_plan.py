@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from aiopipe.devices.base import DeviceProps, DeviceType, MemoryStats
 from aiopipe.errors import AllocationError
-from aiopipe.graph import Graph, Kind
+from aiopipe.graph import Graph, Kind, Node
 from aiopipe.sched.alloc import BackendSize, backend_sizes, check_memory, donations
 from aiopipe.sched.plan import Plan, make_plan, segments_of
 from aiopipe.sched.split import Split
@@ -133,6 +134,18 @@ def test_sinks_are_the_splits_that_feed_nobody() -> None:
     assert plan.sinks == (1, 2)
 
 
+def test_who_only_brought_what_another_reads_is_a_sink_too() -> None:
+    b = Draft()
+    x = b.x()
+    first = b.op("dot_general", x, b.w("a"))
+    there = b.op("dot_general", x, b.w("b"))
+    second = b.op("add", x, there)
+    graph = b.build([first, second])
+    plan = make_plan(graph, gpus(2), cut=[0, 1, 0])
+    assert [split.depends for split in plan.splits] == [(), (), (0, 1)], "the last uses the copy of x that #0 brought"
+    assert plan.sinks == (0, 2)
+
+
 class TestDonation:
     PROPS = (DeviceProps(DeviceType.GPU, "a"), DeviceProps(DeviceType.GPU, "a"))
 
@@ -197,6 +210,123 @@ def test_equal_layers_have_equal_keys_and_others_do_not() -> None:
     keys = [p.key for p in build(["dot", "dot", "mul", "dot"], [4, 4, 4, 4]).programs]
     assert keys[1] == keys[3] != keys[2]
     assert all(isinstance(hash(key), int) for key in keys)
+
+
+def test_which_operand_is_read_is_part_of_the_key() -> None:
+    """``f(a, b, a)`` is not ``f(a, b, b)``, nor with values that are made on the way."""
+
+    def key(choose: Callable[[list[int]], list[int]], *, made: bool) -> Any:
+        b = Draft()
+        pair = [b.x("x"), b.x("y")]
+        if made:
+            pair = [b.node("g", [t], [((8,), "int8", 8)], fn=FakeOp("g"))[0] for t in pair]
+        out = b.node("f", choose(pair), [((8,), "int8", 8)], fn=FakeOp("f"))
+        return make_plan(b.build(out), gpus(1)).programs[0].key
+
+    for made in (False, True):
+        keys = [
+            key(choose, made=made)
+            for choose in (lambda p: [p[0], p[1], p[0]], lambda p: [p[0], p[1], p[1]], lambda p: [p[0], p[0], p[1]])
+        ]
+        assert len(set(keys)) == 3
+
+
+def test_how_many_operands_a_node_has_is_part_of_the_key() -> None:
+    """A signature may be a number, and look like one more operand of the node before."""
+
+    class Numbered(FakeOp):
+        def signature(self) -> int:
+            return 1
+
+    def key(fused: bool) -> Any:
+        b = Draft()
+        x, y = b.x("x"), b.x("y")
+        specs = [((8,), "int8", 8)]
+        made = b.node("g", [x, y], specs, fn=FakeOp("g"))
+        if fused:
+            made += b.node("f", [x, y, x], specs * 2, fn=FakeOp("f"))
+        else:
+            made += b.node("f", [x], specs, fn=FakeOp("f"))
+            made += b.node("h", [x], specs, fn=Numbered("h"))
+        return make_plan(b.build(made), gpus(1)).programs[0].key
+
+    assert key(True) != key(False)
+
+
+def test_settings_of_the_trace_are_part_of_a_program() -> None:
+    def program(config: str | None) -> Any:
+        b = Draft()
+        y = b.node("f", [b.x()], [((8,), "int8", 8)], fn=FakeOp("f"))
+        return make_plan(b.build(y, config=config), gpus(1)).programs[0]
+
+    precise, default = program("precise"), program(None)
+    assert (precise.config, default.config) == ("precise", None)
+    assert precise.key != default.key
+
+
+def test_a_split_of_nothing_but_state_returns_a_token_behind_it() -> None:
+    b = Draft()
+    x, cache = b.x(), b.state("cache", (8,), "int8", 8)
+    new = b.op("update", cache, x)
+    for outputs, names in (([], ["update#0", "token"]), ([b.op("mul", x)], ["mul#1", "update#0"])):
+        plan = make_plan(b.build(outputs, new_state=[new]), gpus(1))
+        (program,), (feed,) = plan.programs, plan.launch_lists
+        assert sorted(t.name for t in program.outputs) == sorted(names)
+        assert program.outputs[feed.marker].name != "update#0"
+        assert len(feed.outputs) == len(plan.splits[0].outputs)
+        assert [node.op for node in program.nodes].count("full") == (0 if outputs else 1)
+    (program,) = make_plan(b.build([], new_state=[new]), gpus(1)).programs
+    token, tensor = program.nodes[-1], program.outputs[-1]
+    (value,) = token.fn()
+    assert (token.inputs, token.outputs) == ((), (tensor.id,))
+    assert (value.shape, value.dtype, value.nbytes) == (tensor.shape, tensor.dtype, tensor.nbytes)
+    assert token.fn.signature() == "token"
+
+
+def test_what_is_known_of_the_state() -> None:
+    """Read and replaced, only read, only replaced, neither."""
+    b = Draft()
+    x = b.x()
+    both, read, replaced, _ = (b.state(name, (8,), "int8", 8) for name in ("both", "read", "replaced", "neither"))
+    y = b.op("attend", x, both, read)
+    new = b.op("update", both), b.op("make", x)
+    graph = b.build([y], new_state=[new[0], read, new[1], 4])
+    plan = make_plan(graph, gpus(2), state={both: 0, read: 0, replaced: 1}, pins={y: 0})
+    assert plan.state_homes == (0, 0, 1, 2)
+    assert [position for position, _, _ in plan.state] == [0, 1, 2]
+    assert [(enter >= 0, leave >= 0) for _, enter, leave in plan.state] == [(True, True), (True, False), (False, True)]
+    slots = [slot for entry in plan.state for slot in entry[1:] if slot >= 0]
+    assert len(set(slots)) == len(slots) and max(slots) < plan.n_slots
+    assert not any(slot in feed.frees for slot in slots[1:2] + slots[3:] for feed in plan.launch_lists)
+    assert plan.sizes[0].state_nbytes == 16 and plan.sizes[1].state_nbytes == 8
+
+
+def test_what_a_plan_is_told_decides() -> None:
+    graph = chain(2)
+    w = on(graph, 1, 1)
+    first = graph.nodes[0].outputs[0]
+    plan = make_plan(graph, gpus(2), weights=w, pins={first: 0})
+    assert plan.assignment.node_cause == ("usr", "2.2", "1.wgt1", "2.2")
+    plan = make_plan(graph, gpus(2), weights=w, cut=[0, 1, 0, 1])
+    assert plan.assignment.node_backend == (0, 1, 0, 1)
+
+    class Wanting(FakeDevice):
+        def offload_op(self, node: Node) -> bool:
+            return node.op == "dot_general"
+
+    devices = [Wanting("gpu:0"), *gpus(0)]
+    assert "1.off" in make_plan(graph, devices, weights=w, op_offload=True).assignment.node_cause
+    assert "1.off" not in make_plan(graph, devices, weights=w).assignment.node_cause
+
+
+def test_weights_that_are_returned_are_held_once() -> None:
+    b = Draft()
+    read, other = b.w("read"), b.w("other")
+    y = b.op("dot_general", b.x(), read)
+    graph = b.build([y, read, other])
+    plan = make_plan(graph, gpus(2), weights={read: (1, 0), other: (0, 1)}, pins={y: 1})
+    assert plan.results == (plan.results[0], ("weight", read), ("weight", other))
+    assert plan.weights == (frozenset({other}), frozenset({read}), frozenset())
 
 
 def test_the_order_of_operands_is_part_of_the_key() -> None:

@@ -35,6 +35,15 @@ def random_plan(seed: int) -> Plan:
 # Text ---------------------------------------------------------------------------------------------
 
 
+def test_a_graph_that_computes_nothing() -> None:
+    b = Draft("nothing")
+    x = b.x()
+    plan = make_plan(b.build([x]), gpus(1))
+    assert plan.text(0).startswith("plan of 'nothing': 0 nodes, 0 splits")
+    assert all(line in plan.text(2).splitlines() for line in plan.text(1).splitlines())
+    assert plan.dot().startswith("digraph")
+
+
 def test_the_least_detail_is_one_line() -> None:
     graph = chain(3)
     plan = make_plan(graph, gpus(2), weights=on(graph, 0, 1, 0))

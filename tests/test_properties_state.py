@@ -8,7 +8,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiopipe.sched.state import (
+from aiopipe.sched.state import RunState
+from aiopipe.sched.stimuli import (
     Admit,
     Cancel,
     Captured,
@@ -19,7 +20,6 @@ from aiopipe.sched.state import (
     Outcome,
     Release,
     Resolve,
-    RunState,
     Stimulus,
     Submit,
     Watch,
@@ -78,12 +78,12 @@ class RunStateMachine(RuleBasedStateMachine):
             self.answer_one(0, fails=False)
 
     @precondition(lambda self: self.told)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), overdue=st.booleans())
+    def cancel(self, data: st.DataObject, overdue: bool) -> None:
         evaluation = data.draw(st.integers(0, len(self.told) - 1))
         before = self.told[evaluation].ended_as
-        self.give(Cancel(evaluation))
-        assert self.told[evaluation].ended_as is (before or Outcome.CANCELLED)
+        self.give(Cancel(evaluation, RuntimeError("too late") if overdue else None))
+        assert self.told[evaluation].ended_as is (before or (Outcome.FAILED if overdue else Outcome.CANCELLED))
 
     @rule(data=st.data())
     def shrink(self, data: st.DataObject) -> None:
@@ -131,9 +131,13 @@ class RunStateMachine(RuleBasedStateMachine):
             if isinstance(instruction, Admit):
                 assert told.slot is None and told.ended_as is None
                 assert not self.admitted or self.admitted[-1] < instruction.evaluation, "in order of submission"
-                assert self.shrunk or instruction.copy_id == len(self.admitted) % self.state.n_copies
-                held = [t.slot for t in self.told.values() if t.slot is not None and not t.released]
+                held = {t.slot: t for t in self.told.values() if t.slot is not None and not t.released}
                 assert instruction.copy_id not in held and len(held) < self.state.n_copies
+                if not self.shrunk:
+                    passed = (self.admitted and self.told[self.admitted[-1]].slot + 1) or 0
+                    while passed % self.state.n_copies != instruction.copy_id:  # they go round, but for those
+                        assert held[passed % self.state.n_copies].ended_as is not None
+                        passed += 1
                 self.admitted.append(instruction.evaluation)
                 told.slot = instruction.copy_id
                 self.due.append(instruction)
@@ -157,7 +161,7 @@ class RunStateMachine(RuleBasedStateMachine):
                 told.ended_as = instruction.outcome
             else:
                 assert isinstance(instruction, Release) and told.ended_as is not None
-                assert told.watched if told.slot is not None else told.ended_as is Outcome.CANCELLED
+                assert told.watched if told.slot is not None else told.ended_as is not None
                 assert instruction.copy_id == (-1 if told.slot is None else told.slot)
                 told.released = True
         self.state.validate()

@@ -15,9 +15,7 @@ import aiopipe as ap
 from aiopipe.devices.base import DeviceType
 from aiopipe.devices.sim import Cluster, fail
 from aiopipe.devices.xla import XlaDevice
-from aiopipe.graph import Node
-from aiopipe.sched.assign import assign
-from graphs import Draft, FakeDevice, gpus
+from graphs import FakeDevice
 from models import assert_close, batch, mlp, mlp_params, oracle
 from simgraphs import array, assert_equal, chain, settled, unsplit
 
@@ -198,6 +196,28 @@ async def test_data_that_does_not_fit(data: Any, message: str) -> None:
             await sched.tensor_set(graph.weights[0], data)
 
 
+async def test_a_large_input_is_captured_at_once_and_arrays_as_they_are() -> None:
+    params, x = mlp_params(1, 512), batch(1024, 512)
+    want = oracle(mlp, params, x)
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        graph = ap.trace(mlp, params, x)
+        mine = x.copy()
+        await sched.tensor_set(graph.inputs[0], mine)
+        mine[:] = np.nan
+        assert_close(await sched.graph_compute(graph), want, 1e-4)
+        await sched.tensor_set(graph.inputs[0], jax.device_put(x))
+        assert_close(await sched.graph_compute(graph), want, 1e-4)
+
+
+async def test_a_key_is_set_as_a_key_alone() -> None:
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        graph = ap.trace(lambda w, key: jax.random.normal(key, (3,)), (), jax.random.key(0))
+        with pytest.raises(ap.TensorError, match=r"'key' key<fry>\[\] got int64\[\]: give a value of its shape and"):
+            await sched.tensor_set(graph.inputs[0], 7)
+        await sched.tensor_set(graph.inputs[0], jax.random.key(7))
+        assert_close(await sched.graph_compute(graph), jax.random.normal(jax.random.key(7), (3,)))
+
+
 async def test_getting_from_an_evaluation_that_failed() -> None:
     cluster = Cluster(1, compute=True)
     graph = chain([fail("broken", ZeroDivisionError, launches={0})])
@@ -247,39 +267,6 @@ async def test_reset_forgets_pins_plans_and_inputs_and_lets_go_on_what_runs() ->
 
 
 # Offloading --------------------------------------------------------------------------------------
-
-
-class Wanting(FakeDevice):
-    """An accelerator that wants large products."""
-
-    def offload_op(self, node: Node) -> bool:
-        return node.op == "dot_general" and node.flops >= 100
-
-
-def test_large_operations_on_host_weights_move_to_the_first_that_wants_them() -> None:
-    b = Draft()
-    x = b.x()
-    small = b.op("dot_general", x, b.w("small"), flops=10)
-    large = b.op("dot_general", small, b.w("large"), flops=100)
-    lookup = b.op("gather", b.w("table"), large, flops=1000)
-    graph = b.build([lookup])
-    host = dict.fromkeys((t.id for t in graph.weights), (2,))
-    cpu = FakeDevice("cpu:0", type=DeviceType.CPU, client="cpu")
-    devices = [Wanting("gpu:0", lacks=["dot_general"]), Wanting("gpu:1"), cpu]
-    off = assign(graph, devices, weights=host, op_offload=True)
-    assert off.node_cause == ("1.wgt1", "1.off", "1.wgt0")
-    assert off.node_backend == (2, 1, 2)
-    assert off.leaf_backends[graph.weights[1].id] == (2,)
-    on = assign(graph, devices, weights=host)
-    assert on.node_backend == (2, 2, 2) and "1.off" not in on.node_cause
-
-
-def test_weights_of_accelerators_are_not_offloaded() -> None:
-    b = Draft()
-    graph = b.build([b.op("dot_general", b.x(), b.w(), flops=1000)])
-    devices = [Wanting("gpu:0"), Wanting("gpu:1"), gpus(0)[0]]
-    placed = assign(graph, devices, weights={graph.weights[0].id: (1,)}, op_offload=True)
-    assert (placed.node_backend, placed.node_cause) == ((1,), ("1.wgt1",))
 
 
 @pytest.mark.parametrize(("rows", "wanted"), [(1, False), (32, True)])

@@ -14,7 +14,8 @@ import pytest
 
 import aiopipe as ap
 from aiopipe.devices import sim
-from aiopipe.sched.state import Cancel, Captured, RunState, Submit
+from aiopipe.sched.state import RunState
+from aiopipe.sched.stimuli import Cancel, Captured, Submit
 from models import assert_close, batch, mlp, mlp_params
 
 

@@ -17,6 +17,7 @@ from aiopipe.devices.sim import Cluster, HostOp, Record, fail, sleep
 from aiopipe.graph import Graph
 from aiopipe.graph_builder import GraphBuilder
 from aiopipe.sched.state import RunState
+from happens_before import HappensBefore
 from simgraphs import (
     SPEC,
     TOTAL,
@@ -92,13 +93,17 @@ async def test_giving_a_slot_away_too_early_would_be_noticed(  # S4, S6: the det
 
     monkeypatch.setattr(RunState, "_admit", hasty)
     cluster, graph, sched = slow_input(n_copies)
+    known = HappensBefore()
+    known.watch(*cluster.backends)
     async with sched:
         plan = await sched.plan(graph)
-        with captures_logged(cluster):
+        with captures_logged(cluster), known.watching():
             results = await rewriting(sched, graph)
         assert any(not np.array_equal(got[1], want[1]) for got, want in results)
         with pytest.raises(AssertionError, match="rewrote a slot in use"):
             check_happens_before(cluster, plan, n_copies)
+        with pytest.raises(AssertionError, match=r"slot . was rewritten: .*the end of a copy to sim:1"):
+            known.check()
 
 
 def numbered(numbers: Iterator[int]) -> Any:

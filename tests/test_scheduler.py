@@ -15,6 +15,7 @@ import pytest
 
 import aiopipe as ap
 from aiopipe.devices import sim
+from gates import Gate, eventually, gated_scheduler
 from models import assert_close, batch, mlp, mlp_params, oracle
 
 N_COPIES = [1, 2, 4, 8]
@@ -383,42 +384,10 @@ async def test_a_failure_nobody_awaits_reaches_the_loops_handler() -> None:
     assert len(seen) == 1 and isinstance(seen[0]["exception"], ap.EvaluationError)
 
 
-class Gate:
-    """A host callback that waits for the test: a split that is under way for as long as wanted."""
-
-    def __init__(self) -> None:
-        self.entered = threading.Event()
-        self.open = threading.Event()
-        self.calls = 0
-
-    def __call__(self, x: np.ndarray) -> np.ndarray:
-        self.calls += 1
-        self.entered.set()
-        assert self.open.wait(30)
-        return x
-
-    def fn(self, w: list[Any], x: Any) -> Any:
-        x = jnp.tanh(x @ w[0])
-        x = jax.pure_callback(self, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-        return jnp.tanh(x @ w[1])
-
-
-async def eventually(condition: Any) -> None:
-    """Poll: what is waited for happens on another thread, which cannot set an `asyncio.Event`."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-
 @pytest.fixture
 async def gated() -> AsyncIterator[tuple[ap.Scheduler, ap.Graph, Gate]]:
-    gate = Gate()
-    async with ap.Scheduler(["cpu:0", "cpu:1"], n_copies=2) as sched:
-        weights = await ap.place(mlp_params(2), {"0": sched.backends[0], "1": sched.backends[1]})
-        graph = ap.trace(gate.fn, weights, batch())
-        await sched.plan(graph)
-        yield sched, graph, gate
-        gate.open.set()
+    async with gated_scheduler() as parts:
+        yield parts
 
 
 async def test_a_full_pipeline_makes_the_submitter_wait(gated: tuple[ap.Scheduler, ap.Graph, Gate]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import aiopipe as ap
 from aiopipe.backend import Executable
 from aiopipe.devices.base import Program
-from aiopipe.devices.sim import Cluster, HostOp, sleep
+from aiopipe.devices.sim import Cluster, HostOp, fail, sleep
 from aiopipe.graph_builder import GraphBuilder
 from simgraphs import (
     SPEC,
@@ -272,6 +272,22 @@ async def test_a_backend_that_returns_too_little_fails_the_evaluation(
         settled(sched)
 
 
+async def test_a_split_that_fails_is_noticed_though_another_one_uses_the_copy_that_it_brought() -> None:
+    b = GraphBuilder("shared copy")
+    x = b.input("x", *SPEC)
+    (first,) = b.node("fail", [x], [SPEC], fn=fail("first"))
+    (there,) = b.node("step", [x], [SPEC], fn=step(1))
+    (second,) = b.node("total", [x, there], [SPEC], fn=TOTAL)
+    graph = b.build([first, second])
+    cluster = Cluster(2, compute=True)
+    async with ap.Scheduler(cluster.backends) as sched:
+        sched.set_cut(graph, [0, 1, 0])
+        assert (await sched.plan(graph)).n_splits == 3
+        with pytest.raises(ap.EvaluationError, match=r"split 0 on 'sim:0'.*first"):
+            await sched.graph_compute(graph, array())
+        settled(sched)
+
+
 # Memory ------------------------------------------------------------------------------------------
 
 
@@ -346,3 +362,60 @@ async def test_a_thousand_devices_and_a_thousand_evaluations() -> None:
         settled(sched)
     assert all(cluster.busy_s(i) == n * cost_s for i in range(n))  # a million launches
     assert cluster.clock.now == lower_bound_s([cost_s] * n, n)
+
+
+async def test_a_result_that_cannot_be_put_together_fails_its_evaluation_alone() -> None:
+    """A user's own container may refuse its leaves."""
+    cluster, refuse = Cluster(1, compute=True), [True, False]
+
+    def unflatten(values: Any) -> Any:
+        if refuse.pop(0):
+            raise TypeError("these are no leaves of mine")
+        return {"y": values[0]}
+
+    b = GraphBuilder("own")
+    x = b.input("x", *SPEC)
+    graph = b.build(b.node("step", [x], [SPEC], fn=step(1)), unflatten_outputs=unflatten)
+    async with ap.Scheduler(cluster.backends) as sched:
+        with pytest.raises(TypeError, match="no leaves of mine"):
+            await sched.graph_compute(graph, array(1))
+        assert_equal((await sched.graph_compute(graph, array(1)))["y"], array(1) * 3 + 1)
+        settled(sched)
+
+
+# What an evaluation says of itself ----------------------------------------------------------------
+
+
+async def test_an_evaluation_says_what_became_of_it() -> None:
+    cluster = Cluster(1, compute=True, split_cost_s=1.0)
+    graph = chain(1)
+    broken = chain([fail("broken", ZeroDivisionError)], name="broken")
+    async with ap.Scheduler(cluster.backends, n_copies=3) as sched:
+        await sched.plan(graph)
+        with cluster.clock.hold():
+            good = await sched.graph_compute_async(graph, array(1))
+            bad = await sched.graph_compute_async(broken, array(1))
+            dropped = await sched.graph_compute_async(graph, array(2))
+            assert repr(good) == f"<Evaluation {good.id} of 'chain' pending copy=0>"
+            for ask in (good.result, good.exception):
+                with pytest.raises(asyncio.InvalidStateError, match=f"evaluation {good.id} of 'chain' is not done"):
+                    ask()
+            dropped.cancel()
+        await good
+        with pytest.raises(ap.EvaluationError):
+            await bad
+        assert repr(good) == f"<Evaluation {good.id} of 'chain' done copy=0>"
+        assert repr(bad) == f"<Evaluation {bad.id} of 'broken' failed copy=1>"
+        assert repr(dropped) == f"<Evaluation {dropped.id} of 'chain' cancelled copy=2>"
+        with pytest.raises(asyncio.CancelledError, match=f"evaluation {dropped.id} of 'chain' was cancelled"):
+            dropped.result()
+        assert isinstance(bad.exception(), ap.EvaluationError) and good.result() is await good
+
+        async def elsewhere() -> None:
+            with pytest.raises(ap.WrongLoopError, match=f"evaluation {pending.id} belongs to another event loop"):
+                await pending
+
+        with cluster.clock.hold():
+            pending = await sched.graph_compute_async(graph, array(3))
+            await asyncio.to_thread(asyncio.run, elsewhere())
+        await pending

@@ -10,9 +10,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+import aiopipe as ap
 from aiopipe.backend import InlineLane
 from aiopipe.devices.base import DeviceType, Program
 from aiopipe.devices.sim import Cluster, HostOp, SimValue, default_cluster, fail, open_sim, sleep
@@ -415,6 +417,26 @@ async def test_values_describe_themselves() -> None:
     assert b.upload(w, weight()).backend is b
     scalar = a.transfer([3])[0]
     assert scalar.shape == () and scalar.nbytes == 8
+
+
+async def test_what_was_not_computed_and_has_no_numpy_form_cannot_be_read() -> None:
+    graph = ap.trace(lambda w, seed: jax.random.key(seed), (), 1)
+    cluster = Cluster(1)
+    async with ap.Scheduler(cluster.backends) as sched:
+        key = await sched.graph_compute(graph, 1)
+        with pytest.raises(TensorError, match="has no NumPy form; give the cluster compute=True"):
+            cluster.backends[0].download(key)
+
+
+async def test_numbers_of_python_become_read_only_arrays() -> None:
+    b = GraphBuilder("numbers")
+    x = b.input("x", (3,), "int64", 24)
+    graph = b.build(b.node("count", [x], [((3,), "int64", 24)], fn=HostOp(lambda x: ([1, 2, 3],))))
+    cluster = Cluster(1, compute=True)
+    async with ap.Scheduler(cluster.backends) as sched:
+        value = cluster.backends[0].download(await sched.graph_compute(graph, np.zeros(3, np.int64)))
+    np.testing.assert_array_equal(value, [1, 2, 3])
+    assert not value.flags.writeable
 
 
 async def test_host_buffers() -> None:

@@ -205,6 +205,20 @@ def test_iota_is_repeated() -> None:
     assert second.copies == () and second.depends == ()
 
 
+def test_iota_is_repeated_on_each_backend_that_reads_it() -> None:
+    b = Draft()
+    i = b.op("iota", nbytes=1000)
+    readers = [b.op("mul", i) for _ in range(4)]
+    splits = split(b.build(readers), [1, 0, 1, 2, 3])
+    assert {s.backend: (s.nodes, s.recomputed) for s in splits} == {
+        0: ((0, 1), (0,)),
+        1: ((0, 2), ()),
+        2: ((0, 3), (0,)),
+        3: ((0, 4), (0,)),
+    }
+    assert not any(s.brings for s in splits)
+
+
 def test_repeated_and_not_run_at_home() -> None:
     b = Draft()
     i = b.op("iota", nbytes=1000)
@@ -245,10 +259,10 @@ def test_a_chain_is_repeated_as_a_whole() -> None:
 def test_a_long_chain_does_not_recurse() -> None:
     b = Draft()
     h = b.op("iota", nbytes=10)
-    for _ in range(5000):
+    for _ in range(1500):
         h = b.op("convert_element_type", h, nbytes=10)
-    (only,) = split(b.build([b.op("mul", h)]), [0] * 5001 + [1])
-    assert len(only.recomputed) == 5001
+    (only,) = split(b.build([b.op("mul", h)]), [0] * 1501 + [1])
+    assert len(only.recomputed) == 1501
 
 
 @pytest.mark.parametrize(
@@ -286,6 +300,81 @@ def test_an_operand_read_twice_is_brought_once() -> None:
     big = b.op("broadcast_in_dim", a, a, nbytes=100)
     _, second = split(b.build([b.op("mul", big)]), [0, 0, 1])
     assert second.recomputed == (1,)
+
+
+@pytest.mark.parametrize("result", [8, 1])
+def test_an_operand_that_is_made_there_costs_nothing(result: int) -> None:
+    b = Draft()
+    a = b.op("mul", b.x(), nbytes=100)  # on 1
+    c = b.op("convert_element_type", a, nbytes=result)  # on 0
+    (only,) = split(b.build([b.op("mul", c)]), [1, 0, 1])
+    assert (only.backend, only.recomputed) == (1, (1,))
+
+
+def test_a_chain_on_a_value_costs_what_the_value_does() -> None:
+    """Its end is smaller than its middle, but need not be made from that elsewhere."""
+    b = Draft()
+    a = b.op("mul", b.x(), nbytes=4)
+    middle = b.op("broadcast_in_dim", a, nbytes=100)
+    end = b.op("convert_element_type", middle, nbytes=50)
+    first, second = split(b.build([b.op("mul", end)]), [0, 0, 0, 1])
+    assert (first.nodes, second.nodes) == ((0,), (1, 2, 3))
+    assert second.copies == (Copy(a, 0, 4),)
+
+
+@pytest.mark.parametrize(("nbytes", "repeated"), [((60, 39), True), ((60, 40), False), ((60, 60), False)])
+@pytest.mark.parametrize("kind", ["nodes", "inputs", "weights"])
+def test_all_operands_that_are_not_there_count(kind: str, nbytes: tuple[int, int], repeated: bool) -> None:
+    b = Draft()
+    if kind == "nodes":
+        operands = [b.op("mul", b.x(str(i)), nbytes=n) for i, n in enumerate(nbytes)]
+    elif kind == "inputs":
+        operands = [b.x(str(i), n) for i, n in enumerate(nbytes)]
+    else:
+        operands = [b.x("x", nbytes[0]), b.w("w", nbytes[1])]
+    big = b.op("broadcast_in_dim", *operands, nbytes=100)
+    cut = [0] * (2 if kind == "nodes" else 0) + [0, 0, 1]
+    held = {operands[1]: (0,)} if kind == "weights" else {}
+    splits = split(b.build([b.op("mul", big), b.op("mul", big)]), cut, held)
+    assert bool(splits[-1].recomputed) is repeated
+
+
+def test_operands_that_are_there_do_not_hide_those_that_are_not() -> None:
+    b = Draft()
+    here, missing = b.op("mul", b.x(), nbytes=10), b.op("exp", b.x("y"), nbytes=200)
+    big = b.op("broadcast_in_dim", here, missing, nbytes=100)
+    graph = b.build([b.op("mul", here), b.op("mul", big), b.op("mul", big)])
+    splits = split(graph, [0, 0, 0, 1, 0, 1])
+    assert splits[-1].recomputed == ()
+    assert {c.nbytes for c in splits[-1].copies} == {10, 100}
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_an_operand_is_there_only_if_somebody_reads_it_there(dead: bool) -> None:
+    """A cheap node of that backend that runs elsewhere, or a node that nobody wants, does not bring it."""
+    b = Draft()
+    a = b.op("mul", b.x(), nbytes=100)
+    if dead:
+        b.op("mul", a)
+    else:
+        away = b.op("broadcast_in_dim", a, nbytes=1000)
+    small = b.op("convert_element_type", a, nbytes=60)
+    outputs = [b.op("mul", small), a] if dead else [b.op("mul", small), a, b.op("mul", away)]
+    cut = [0, 1, 0, 1] if dead else [0, 1, 0, 1, 2]
+    splits = split(b.build(outputs), cut)
+    (second,) = (s for s in splits if s.backend == 1)
+    assert second.recomputed == () and second.copies == (Copy(small, 0, 60),)
+
+
+def test_a_constant_that_another_is_made_from_is_repeated_with_it() -> None:
+    b = Draft()
+    w = b.w("w", 64)
+    turned = b.op("transpose", w, nbytes=64)
+    again = b.op("transpose", turned, nbytes=64)
+    graph = b.build([b.op("mul", again), b.op("dot_general", b.x(), again)])
+    splits = split(graph, [0, 0, 0, 1], {w: (0,)})
+    assert [s.recomputed for s in splits] == [(), (0, 1)]
+    assert splits[1].copies == (Copy(graph.inputs[0].id, HOST, 8),)
 
 
 def test_a_graph_output_is_made_at_home_and_repeated_elsewhere() -> None:
@@ -345,6 +434,34 @@ def test_values_from_weights_that_another_backend_needs_do_not_wait() -> None:
     first, second = split(b.build([y]), [0, 0, 1])
     assert first.nodes == (0, 1)
     assert second.copies[-1] == Copy(row, 0, 4)
+
+
+# -- state ---------------------------------------------------------------------------------------
+
+
+def test_state_that_is_replaced_comes_first_in_the_order_of_its_next_values() -> None:
+    b = Draft()
+    x, w = b.x(), b.w()
+    one, kept, two = (b.state(name, (8,), "int8", 8) for name in ("one", "kept", "two"))
+    y = b.op("attend", x, w, kept, two, one)
+    new_two, new_one = b.op("update", two, y), b.op("update", one, y)
+    graph = b.build([y], new_state=[new_one, kept, new_two])
+    (only,) = split_graph(graph, assign(graph, gpus(1)))
+    assert only.inputs == (one, two, x, w, kept)
+    assert only.outputs == (new_one, new_two, y)
+
+
+def test_state_is_brought_from_where_it_is() -> None:
+    b = Draft()
+    cache = b.state("cache", (8,), "int8", 8)
+    y = b.op("attend", b.x(), cache)
+    new = b.op("update", cache)
+    graph = b.build([y], new_state=[new])
+    splits = split_graph(graph, assign(graph, gpus(2), cut=[1, 0]))
+    by_backend = {s.backend: s for s in splits}
+    assert by_backend[1].copies == (Copy(graph.inputs[0].id, HOST, 8), Copy(cache, 0, 8))
+    assert by_backend[0].copies == ()
+    assert (by_backend[0].inputs, by_backend[0].outputs) == ((cache,), (new,))
 
 
 # -- the whole -----------------------------------------------------------------------------------

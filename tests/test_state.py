@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable
 
 import pytest
 
-from aiopipe.sched.state import (
+from aiopipe.sched.state import Phase, RunState, _Run
+from aiopipe.sched.stimuli import (
     Admit,
     Cancel,
     Captured,
@@ -16,10 +19,8 @@ from aiopipe.sched.state import (
     Launch,
     Launched,
     Outcome,
-    Phase,
     Release,
     Resolve,
-    RunState,
     Stimulus,
     Submit,
     Watch,
@@ -48,6 +49,22 @@ def test_one_evaluation_from_submit_to_release() -> None:
     assert run(state, Completed(0)) == [Resolve(0, Outcome.SUCCESS), Release(0, 0)]
     assert state.in_flight == state.waiting == 0
     assert state.counts[Outcome.SUCCESS] == 1
+    assert state.n_admitted == 1
+
+
+def test_an_evaluation_goes_through_its_phases() -> None:
+    state, seen = RunState(1), []
+    assert state.phase(1) is None
+    for stimulus in (Submit(0, ONE), Submit(1, ONE), Captured(0), Launched(0, 0), Completed(0)):
+        run(state, stimulus)
+        seen.append((state.phase(0), state.phase(1), state.n_admitted))
+    assert seen == [
+        (Phase.CAPTURING, None, 1),
+        (Phase.CAPTURING, Phase.WAITING, 1),
+        (Phase.RUNNING, Phase.WAITING, 1),
+        (Phase.DRAINING, Phase.WAITING, 1),
+        (None, Phase.CAPTURING, 2),
+    ]
 
 
 def test_fewer_slots_wait_until_those_beyond_are_given_back() -> None:
@@ -74,6 +91,41 @@ def test_slots_rotate_and_a_full_pipeline_makes_submitters_wait() -> None:
     assert run(state, Completed(1)) == [Resolve(1, Outcome.SUCCESS), Release(1, 1)]
     run(state, Captured(0), Launched(0, 0))
     assert run(state, Completed(0)) == [Resolve(0, Outcome.SUCCESS), Release(0, 0), Admit(2, 0)]
+
+
+def test_a_slot_for_which_devices_still_work_in_vain_is_passed_over() -> None:
+    state, late = RunState(3), TimeoutError("late")
+    run(state, *(Submit(i, ONE) for i in range(5)), *(Captured(i) for i in range(3)))
+    run(state, Launched(0, 0), Launched(1, 0), Launched(2, 0), Completed(2))
+    assert (state.waiting, state.cur_copy) == (2, 0)
+    assert run(state, Cancel(0, late)) == [Resolve(0, Outcome.FAILED, late)]
+    assert (state.waiting, state.cur_copy) == (2, 1)  # evaluation 1 will be done, so its slot is waited for
+    assert run(state, Completed(1)) == [Resolve(1, Outcome.SUCCESS), Release(1, 1), Admit(3, 1), Admit(4, 2)]
+    assert (state.in_flight, state.cur_copy) == (3, 1)
+    run(state, Captured(3), Launched(3, 0), Completed(3), Submit(5, ONE), Submit(6, ONE), Submit(7, ONE))
+    assert state.waiting == 2
+    assert run(state, Completed(0)) == [Release(0, 0)]  # slot 2 has its turn
+    assert run(state, Captured(4), Launched(4, 0))[-1] == Watch(4)
+    assert run(state, Completed(4))[1:] == [Release(4, 2), Admit(6, 2), Admit(7, 0)]
+
+
+def test_who_waits_takes_over_as_soon_as_the_turn_passes_a_slot() -> None:
+    state = RunState(2)
+    run(state, Submit(0, ONE), Submit(1, ONE), Captured(0), Captured(1), Launched(1, 0), Completed(1), Submit(2, ONE))
+    assert state.waiting == 1
+    assert run(state, Cancel(0)) == [Resolve(0, Outcome.CANCELLED), Admit(2, 1)]
+    boom = RuntimeError("boom")
+    run(state, Launched(0, 0), Submit(3, ONE), Captured(2))
+    assert run(state, Failed(2, 0, boom)) == [Resolve(2, Outcome.FAILED, boom), Watch(2)]
+    assert state.waiting == 1  # every slot is held
+    assert run(state, Completed(2)) == [Release(2, 1), Admit(3, 1)]
+
+
+def test_overdue_while_waiting_is_gone() -> None:
+    state, late = RunState(1), TimeoutError("late")
+    run(state, Submit(0, ONE), Submit(1, ONE))
+    assert run(state, Cancel(1, late)) == [Resolve(1, Outcome.FAILED, late), Release(1, -1)]
+    assert (state.counts[Outcome.FAILED], state.counts[Outcome.CANCELLED], state.waiting) == (1, 0, 0)
 
 
 def test_an_abort_ends_an_evaluation_like_a_failure() -> None:
@@ -169,19 +221,113 @@ def test_an_error_on_the_device_fails_that_evaluation_alone() -> None:
     assert run(state, Completed(1)) == [Resolve(1, Outcome.SUCCESS), Release(1, 1)]
 
 
+BOOM = RuntimeError("boom")
+
+
 @pytest.mark.parametrize(
-    "stimulus", [Captured(7), Launched(0, 0), Completed(0), Submit(0, ONE), Failed(0, 0, RuntimeError())]
+    ("stimulus", "message"),
+    [
+        (Captured(7), "Captured(evaluation=7): no such evaluation is under way"),
+        (Submit(0, ONE), "Submit(evaluation=0, depends=((),), state=None): that evaluation is under way already"),
+        (Launched(0, 0), "Launched(evaluation=0, segment=0): the evaluation is capturing, expected running"),
+        (Completed(0), "Completed(evaluation=0, error=None): the evaluation is capturing, expected draining"),
+        (Failed(0, 0, BOOM), f"{Failed(0, 0, BOOM)}: the evaluation is capturing, expected running"),
+        (Captured(1), "Captured(evaluation=1): the evaluation is running, expected capturing"),
+        (Failed(1, -1, BOOM), f"{Failed(1, -1, BOOM)}: the evaluation is running, expected capturing"),
+        (Captured(2), "Captured(evaluation=2): the evaluation is waiting, expected capturing"),
+    ],
 )
-def test_a_stimulus_that_makes_no_sense_is_refused(stimulus: Stimulus) -> None:
-    state = RunState(1)
-    run(state, Submit(0, ONE))
-    with pytest.raises(ValueError, match="evaluation"):
+def test_a_stimulus_that_makes_no_sense_is_refused(stimulus: Stimulus, message: str) -> None:
+    state = RunState(2)
+    run(state, Submit(0, ONE), Submit(1, ONE), Submit(2, ONE), Captured(1))
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         state.handle(stimulus)
+    state.validate()
+    assert [state.phase(i) for i in range(3)] == [Phase.CAPTURING, Phase.RUNNING, Phase.WAITING]
+    assert not any(state.counts.values()), "it ended all the same"
 
 
 def test_n_copies_must_be_positive() -> None:
     with pytest.raises(ValueError, match="n_copies is 0"):
         RunState(0)
+
+
+# The checker of invariants -----------------------------------------------------------------------
+
+
+def broken_slots(state: RunState) -> None:
+    state._holders[1] = state._holders[0]
+
+
+def broken_holder(state: RunState) -> None:
+    del state._runs[1]
+
+
+def broken_copy_id(state: RunState) -> None:
+    state._holders.reverse()
+
+
+def broken_phase(state: RunState) -> None:
+    state._runs[2].phase = Phase.RUNNING
+
+
+def broken_launching(state: RunState) -> None:
+    state._runs[0].launching = -1
+
+
+def broken_unlaunched(state: RunState) -> None:
+    state._runs[0].unlaunched = 0
+
+
+def broken_order(state: RunState) -> None:
+    state._turns["a"].rotate(1)
+
+
+def broken_turn(state: RunState) -> None:
+    state._turns["b"] = state._turns.pop("a")
+
+
+def broken_member(state: RunState) -> None:
+    state._turns["a"].append(_Run(9, ONE, "a"))
+
+
+def broken_drain(state: RunState) -> None:
+    state._runs[1].phase = Phase.DRAINING
+
+
+def broken_launches(state: RunState) -> None:
+    state._runs[1].launching = state._runs[1].unlaunched = 1
+
+
+def broken_waiting(state: RunState) -> None:
+    del state._runs[0], state._runs[1]
+    state._turns.clear()
+    state._holders = [None, None]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (broken_slots, "a run holds two slots"),
+        (broken_holder, "a slot's holder is gone"),
+        (broken_copy_id, "a slot's holder is gone"),
+        (broken_phase, "phase and slot disagree"),
+        (broken_launching, "launches do not add up"),
+        (broken_unlaunched, "launches do not add up"),
+        (broken_order, "turns are out of order"),
+        (broken_turn, "somebody gone has a turn"),
+        (broken_member, "somebody gone has a turn"),
+        (broken_drain, "who launches nothing more keeps others waiting"),
+        (broken_launches, "two launch on one state"),
+        (broken_waiting, "somebody waits beside a free slot"),
+    ],
+)
+def test_a_broken_invariant_is_noticed(damage: Callable[[RunState], None], message: str) -> None:
+    state = RunState(2)
+    run(state, Submit(0, ONE, "a"), Submit(1, ONE, "a"), Submit(2, ONE), Captured(0), Captured(1))
+    damage(state)
+    with pytest.raises(AssertionError, match=f"^{message}(\\n|$)"):
+        state.validate()
 
 
 # Shared state ------------------------------------------------------------------------------------
@@ -207,8 +353,8 @@ def test_a_turn_is_passed_on_by_who_is_cancelled_or_fails() -> None:
     assert run(state, Cancel(1)) == [Resolve(1, Outcome.CANCELLED), Watch(1)]
     boom = RuntimeError("boom")
     assert run(state, Failed(0, 0, boom)) == [Resolve(0, Outcome.FAILED, boom), Watch(0)]
-    assert run(state, Completed(1)) == [Release(1, 1)]
-    assert run(state, Completed(0)) == [Release(0, 0), Admit(3, 0)]
+    assert run(state, Completed(1)) == [Release(1, 1), Admit(3, 1)]
+    assert run(state, Completed(0)) == [Release(0, 0)]
     assert run(state, Captured(3)) == [Launch(3, 0)]
 
 

@@ -38,6 +38,21 @@ def zeros(n: int) -> ap.State:
     return ap.State([np.zeros(SPEC[0], np.int64) for _ in range(n)])
 
 
+async def test_a_key_without_a_value_cannot_begin_a_state() -> None:
+    def draw(w: Any, key: Any, x: Any) -> tuple[Any, Any]:
+        key, used = jax.random.split(key)
+        return jax.random.normal(used, x.shape) + x, key
+
+    kind = jax.eval_shape(lambda: jax.random.key(0))
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        graph = ap.trace(draw, (), np.zeros(3, np.float32), state=kind)
+        with pytest.raises(ap.StateError, match=r"'state' key<fry>\[\] has no value, and a key cannot begin with"):
+            await sched.graph_compute(graph, np.zeros(3, np.float32), state=ap.State(kind))
+        state = ap.State(jax.random.key(0))
+        first = np.asarray(await sched.graph_compute(graph, np.zeros(3, np.float32), state=state))
+        assert (first != np.asarray(await sched.graph_compute(graph, np.zeros(3, np.float32), state=state))).all()
+
+
 def by_hand(n: int, inputs: list[Any]) -> list[Any]:
     state, results = [np.zeros(SPEC[0], np.int64) for _ in range(n)], []
     for x in inputs:
@@ -154,6 +169,71 @@ async def test_a_failure_marks_its_state_and_no_other() -> None:
         await state.restore(taken)
         want = by_hand(4, [array(1), array(7)])[1]
         assert np.array_equal(await sched.graph_compute(graph, array(7), state=state), want)
+        settled(sched)
+
+
+def failing_at(value: int) -> HostOp:
+    def show(s: Any, x: Any) -> Any:
+        if x[0] == value:
+            raise ArithmeticError("poisoned")
+        return s * 7 + x
+
+    return HostOp(show)
+
+
+async def test_who_failed_is_told_so_although_a_later_one_has_marked_the_state_meanwhile() -> None:
+    cluster = Cluster(2, compute=True, split_cost_s=1.0)
+    graph = chain(2, show=[failing_at(2000), SHOW])
+    async with await scheduler(cluster, graph) as sched:
+        state = zeros(2)
+        await sched.alloc_graph(graph, state=state)
+        first = await sched.graph_compute_async(graph, array(2), state=state)
+        sched.set_eval_callback(lambda tensor, ask: 1 // 0 > 0)
+        second = await sched.graph_compute_async(graph, array(1), state=state)
+        sched.set_eval_callback(None)
+        with pytest.raises(ap.EvaluationError) as its_own:
+            await second
+        assert isinstance(its_own.value.__cause__, ZeroDivisionError)
+        assert cluster.clock.now == 0.0 and state.error is its_own.value
+        with pytest.raises(ap.EvaluationError) as info:
+            await first
+        assert isinstance(info.value.__cause__, ArithmeticError) and info.value.split == 0
+        assert state.error is info.value  # what was submitted first stays
+        settled(sched)
+
+
+@pytest.mark.parametrize("seen", ["add#2", "show#3"])
+async def test_who_is_observed_and_reads_what_failed_is_told_of_the_state(seen: str) -> None:
+    """The first evaluation fails on the second device; the one behind it sees what it left there, where it notices."""
+    cluster = Cluster(2, compute=True, split_cost_s=1.0)
+    bad = by_hand(1, [array(2)])[0][0]
+
+    def add(s: Any, x: Any) -> Any:
+        if x[0] == bad:
+            raise ArithmeticError("poisoned")
+        return s * 3 + x
+
+    b = GraphBuilder("fails second")
+    x, *leaves = b.input("x", *SPEC), b.state("s0", *SPEC), b.state("s1", *SPEC)
+    (s0,) = b.node("add", [leaves[0], x], [SPEC], fn=ADD)
+    (y,) = b.node("show", [s0, x], [SPEC], fn=SHOW)
+    (s1,) = b.node("add", [leaves[1], y], [SPEC], fn=HostOp(add))
+    (z,) = b.node("show", [s1, y], [SPEC], fn=SHOW)
+    graph = b.build([z], new_state=[s0, s1])
+    async with await scheduler(cluster, graph) as sched:
+        state = zeros(2)
+        await sched.alloc_graph(graph, state=state)
+        first = await sched.graph_compute_async(graph, array(2), state=state)
+        sched.set_eval_callback(lambda tensor, ask: not ask or tensor.name == seen)
+        second = await sched.graph_compute_async(graph, array(1), state=state)
+        sched.set_eval_callback(None)
+        with pytest.raises(ap.EvaluationError) as info:
+            await first
+        assert isinstance(info.value.__cause__, ArithmeticError) and info.value.split == 1
+        with pytest.raises(ap.StateError) as late:
+            await second
+        assert late.value.__cause__ is info.value
+        await sched.synchronize()
         settled(sched)
 
 

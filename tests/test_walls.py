@@ -18,14 +18,17 @@ FOLDER = Path(__file__).resolve().parent.parent / PACKAGE
 
 # Lowest first. A file imports only from rows above its own. A package's own `__init__` goes by the package's name.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "devices", "sched", "_threads", "_jax_settings"),
-    ("graph", "events", "comparison", "handle", "lanes", "spans"),
-    ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types"),
-    ("notes", "timeline_draw", "timeline_file"),
+    ("errors", "devices", "sched", "_jax_settings"),
+    ("_loops",),
+    ("_threads", "sync"),
+    ("graph", "events", "comparison", "handle", "lanes", "batching", "spans"),
+    ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types", "batch_tally", "notes"),
+    ("statistics", "timeline_draw", "timeline_file"),
     ("timeline_plot",),
+    ("_jax_move", "_jax_nans"),
     ("_arguments", "buffer", "graph_plan", "_jax"),
-    ("_jaxpr", "_jax_export", "_specs", "fetch", "tensor_range"),
-    ("_jax_cost", "_jax_lift", "sched.assign_check", "_jax_memory", "tensor_moves"),
+    ("_jaxpr", "_jax_compile", "_specs", "fetch", "tensor_range"),
+    ("_jax_cost", "_jax_export", "_jax_lift", "sched.assign_check", "_jax_memory", "tensor_moves", "batch_request"),
     ("tensor_io",),
     ("trace", "backend", "streaming", "devices.clock", "devices.simops", "sched.decided", "sched.partition"),
     ("registry", "state"),
@@ -35,19 +38,21 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("devices.ray", "sched.alloc", "sched.lower"),
     ("sched.plan_text",),
     ("sched.plan_dot",),
-    ("devices.sim", "sched.plan", "sched.state"),
-    ("sched.launch", "staging"),
+    ("devices.sim", "sched.plan", "sched.stimuli"),
+    ("sched.launch", "sched.state", "staging"),
     ("loader",),
     ("completion", "mailbox"),
     ("run",),
     ("recorder",),
-    ("observe", "timeline"),
+    ("observe", "timeline", "watcher"),
     ("runner", "by_hand"),
     ("plans",),
-    ("states", "closing", "statistics"),
+    ("states", "closing", "counts"),
+    ("ready",),
     ("sched.scheduler",),
     ("placement",),
     ("pipeline", "compare"),
+    ("batcher",),
     ("",),
     ("cli",),
 )
@@ -58,20 +63,27 @@ CONCURRENCY = frozenset(
     "_thread anyio asyncio concurrent multiprocessing queue selectors signal socket subprocess threading".split()
 )
 TRACING = frozenset(
-    "_arguments _jax _jax_cost _jax_export _jax_lift _jax_memory _jax_settings _jax_source _jax_types _jaxpr _specs "
-    "trace".split()
+    "_arguments _jax _jax_compile _jax_cost _jax_export _jax_lift _jax_memory _jax_move _jax_nans _jax_settings "
+    "_jax_source _jax_types _jaxpr _specs trace".split()
 )
-PURE = TRACING | set("errors graph graph_builder devices.base notes spans timeline_draw timeline_file".split())
+PURE = TRACING | set(
+    "errors graph graph_builder devices.base batching batch_tally notes spans timeline_draw timeline_file".split()
+)
 SCHEDULING = tuple(
-    "sched by_hand closing completion lane_pool loader observe plans recorder run runner staging states statistics "
-    "streaming".split()
+    "sched by_hand closing completion counts lane_pool loader observe plans ready recorder run runner staging states "
+    "statistics streaming watcher".split()
 )
 IMPURE_SCHED = frozenset({"sched.scheduler"})
 
+# What one thread leaves for another or waits with is made by the names in `_threads`, for `schedules.py` to stand in.
+# Those of other machines wait for another process, whose order nobody here can choose.
+SHARED = frozenset("Barrier Condition Event Lock RLock Semaphore SimpleQueue Thread Timer".split())
+SHARED_IN = frozenset({"_threads", "devices.ray", "devices.remote", "devices.remote_link"})
+
 # Only these know JAX, and only `_jax` what differs between its versions.
 JAX_PRIVATE = ("jax.extend", "jax._src", "jaxlib")
-JAX_PRIVATE_IN = frozenset({"_jax"})
-JAX_IN = TRACING | {"devices.xla", "fetch", "placement", "pipeline", "state", "states"}
+JAX_PRIVATE_IN = frozenset({"_jax", "_jax_move"})
+JAX_IN = TRACING | {"devices.xla", "fetch", "placement", "pipeline", "state", "states", "batcher", "batch_request"}
 
 # `ml_dtypes` comes with JAX, which cannot do without it.
 CORE_DEPENDENCIES = frozenset({"anyio", "jax", "jaxlib", "ml_dtypes", "numpy"})
@@ -154,6 +166,27 @@ def test_file_keeps_to_its_place(module: str) -> None:
     assert not found, "\n".join(found)
     n_lines = len(source.splitlines())
     assert n_lines <= MAX_LINES, f"{FILES[module]} has {n_lines} lines, more than {MAX_LINES}: split it by idea"
+
+
+def shared_in(source: str) -> Iterator[str]:
+    """What a file makes of `threading` and `queue` itself."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in SHARED:
+            if node.value.id in ("threading", "queue"):
+                yield f"{node.value.id}.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and node.module in ("threading", "queue"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if alias.name in SHARED)
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_what_threads_share_has_one_place(module: str) -> None:
+    assert module in SHARED_IN or not list(shared_in(FILES[module].read_text(encoding="utf-8")))
+
+
+def test_what_threads_share_is_found() -> None:
+    assert list(shared_in("import threading\ndef f(): return threading.Lock()")) == ["threading.Lock"]
+    assert list(shared_in("from queue import Empty, SimpleQueue")) == ["queue.SimpleQueue"]
+    assert not list(shared_in("import threading\nthreading.get_ident()"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from ..graph import Node, Tensor
 
-__all__ = ["BufferType", "BufferUsage", "Capabilities", "Device", "DeviceProps", "DeviceType", "MemoryStats", "Program"]
+__all__ = ["BufferType", "BufferUsage", "Capabilities", "Device", "DeviceProps", "DeviceType", "MemoryStats",
+    "NodeFailure", "Program"]
 
 
 OFFLOAD_FLOPS_PER_BYTE = 15.0
@@ -164,6 +165,18 @@ class Program:
     donate: tuple[int, ...] = ()
     config: Any = field(default=None, repr=False)
     key: Hashable = field(default=None, repr=False)
+
+
+class NodeFailure(Exception):
+    """What an executable may raise where it knows which of its program's nodes is to blame.
+
+    Attributes:
+        position: of the node in `Program.nodes`, or None where that is not known after all.
+    """
+
+    def __init__(self, message: str, *, position: int | None = None) -> None:
+        super().__init__(message)
+        self.position = position
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-import threading
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from weakref import WeakKeyDictionary
 
+from .. import _threads
 from ..errors import WrongLoopError
 
 __all__ = ["VirtualClock"]
@@ -68,7 +68,7 @@ class VirtualClock:
         self._ticking = False
         self._spins = 0
         self._held = 0
-        self._lock = threading.Lock()
+        self._lock = _threads.Lock()
 
     def call_at(self, when: float, callback: Callback) -> None:
         """Run ``callback()`` at a virtual time (at once when idle, if that is past), on the loop's thread.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import _jax, _jax_export, _jax_types
+from .. import _jax, _jax_compile, _jax_export, _jax_types
 from .._threads import in_thread
 from ..backend import Backend, Dispatch, Executable
 from ..errors import BackendClosedError
@@ -52,7 +52,7 @@ class RemoteDevice(Device):
     def supports_op(self, node: Node) -> bool:
         """Whether JAX implements the op there, and it can travel: what calls back into Python cannot."""
         missing = self.props.type.value != "cpu" and node.op in CPU_ONLY_OPS
-        return not missing and not _jax.calls_back(node)
+        return not missing and not _jax_compile.calls_back(node)
 
 
 class RemoteBackend(Backend):
@@ -225,14 +225,8 @@ class RemoteBackend(Backend):
                 newest = tuple(self.newest.values())
                 await in_thread(lambda: self._wait(newest), "synchronize")
 
-    async def aclose(self) -> None:
-        """Finish what is running, for half a minute at most, then end the actor's process. Idempotent."""
-        try:
-            await super().aclose()
-        finally:
-            await in_thread(self._end, "close")
-
-    def _end(self) -> None:
+    def end_threads(self) -> None:
+        """Wait for what is running, for half a minute at most, then end the actor's process."""
         self.link.wait_idle(CLOSE_S)
         self.link.close()
         self._completion.close()

@@ -203,10 +203,10 @@ class Link:
             self.check()
             if self._carrier is None:
                 carrier = self._start()
-                self.worker, self._carrier = carrier.worker, carrier
-                if self._lost is not None:  # closed meanwhile
+                if self._lost is not None:  # closed meanwhile: `close` waits for us, and has nothing else to end
                     carrier.end(0.0)
                     self.check()
+                self.worker, self._carrier = carrier.worker, carrier
                 carrier.watch(self._lose)
                 thread = threading.Thread(
                     target=_free, args=(self._dead, weakref.ref(self)), name=f"aiopipe-{self.name}-free", daemon=True

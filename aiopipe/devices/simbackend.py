@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from .. import _threads
 from ..backend import Backend, Dispatch, Executable, InlineLane, Lane, Told
 from ..errors import AllocationError, PlacementError, TensorError
 from ..graph import Tensor
@@ -84,6 +84,7 @@ class SimBackend(Backend):
     """A simulated device's queue, as a backend. `Cluster` makes them; nothing that they do blocks."""
 
     device: SimDevice
+    has_threads = False
     tells_times: ClassVar[bool] = True
 
     def __init__(self, cluster: World, unit: Unit, *, dispatch: Dispatch = "auto") -> None:
@@ -318,7 +319,7 @@ class SimBackend(Backend):
             return
         clock = self.cluster.clock
         if clock.running and not clock.in_loop:
-            there = threading.Event()
+            there = _threads.Event()
             clock.call_at(value.ready_at, there.set)
             while not there.wait(0.1) and clock.running:
                 pass

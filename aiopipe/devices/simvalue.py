@@ -234,7 +234,9 @@ def evaluate(program: Program, args: Sequence[SimValue], results: Sequence[SimVa
                 results[i].data = _checked(env[tensor.id], tensor)
             if not program.outputs:
                 results[0].data = np.True_
-        except Exception as raised:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as raised:
             error = raised
     if error is not None:
         _fail(results, error)

@@ -7,14 +7,13 @@ backend has a completion thread that waits for arrays, in order, and calls back.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from .. import _jax, _jax_memory, _jax_types
+from .. import _jax, _jax_compile, _jax_memory, _jax_types, _threads
 from .._threads import in_thread
 from ..backend import Backend, Dispatch, Executable, Lane, ThreadLane
 from ..devices.base import BufferType, Device, DeviceProps, DeviceType, Program
@@ -28,7 +27,7 @@ __all__ = ["CPU_ONLY_OPS", "SPEEDS", "TYPES", "XlaBackend", "XlaDevice", "open_x
 VIEW_NBYTES = 1 << 20
 """Up to this size a ready value of another CPU device is handed over as a view, not copied."""
 
-_LOWERING = threading.Lock()
+_LOWERING = _threads.Lock()
 """One thread lowers at a time: it holds the GIL anyway, and each one more makes the event loop wait longer."""
 
 INLINE_FLOPS = 1000
@@ -140,6 +139,7 @@ class XlaBackend(Backend):
     def __init__(self, device: XlaDevice, *, dispatch: Dispatch = "auto") -> None:
         super().__init__(device.name, device, dispatch=dispatch)
         self.jax_device = device.jax_device
+        self._sharding = _jax.sharding_of(device.jax_device)
         self._aliases_host = device.props.aliases_host
         self._view_nbytes = device.props.view_nbytes
         self._completion = ThreadLane(f"{self.name}-completion")
@@ -147,7 +147,7 @@ class XlaBackend(Backend):
     def load(self, program: Program) -> Executable:
         """Compile with XLA."""
         self.check_open()
-        compiled = _jax.compile_program(program, self.jax_device, lowering=_LOWERING)
+        compiled = _jax_compile.compile_program(program, self.jax_device, lowering=_LOWERING)
         return Executable(
             program=program,
             call=compiled.call,
@@ -166,7 +166,7 @@ class XlaBackend(Backend):
             return value
         elif value.devices() == {self.jax_device}:  # in another of its memories
             return _jax_memory.put_in(value, self.jax_device, None).block_until_ready()
-        with _jax.wide_context((value,)):
+        with _jax.undisturbed(), _jax.wide_context((value,)):
             return jax.device_put(value, self.jax_device).block_until_ready()
 
     def duplicate(self, value: Any, tensor: Tensor) -> Any:
@@ -176,32 +176,42 @@ class XlaBackend(Backend):
 
     def transfer(self, values: Sequence[Any]) -> Sequence[Any]:
         """Views of ready values where memory is shared; else asynchronous copies. Waits for those of other machines."""
-        out: list[Any] = [value.numpy() if isinstance(value, Handle) else value for value in values]
+        out = list(values)
         moving: list[int] = []
+        in_place = self._aliases_host
         for i, value in enumerate(out):
-            if self._aliases_host:
-                kind = type(value)
-                if kind is np.ndarray:
+            kind = type(value)
+            if kind is _jax.ArrayImpl:
+                if value.sharding is self._sharding:
+                    continue  # here already, as what `show` shows
+                if in_place and _jax.platform_of(value) == "cpu" and value.is_ready():
+                    view = np.asarray(value)
+                    if view.nbytes <= self._view_nbytes:
+                        out[i] = view
+                        continue
+            elif kind is np.ndarray:
+                if in_place:
                     continue  # the compiled call reads it in place
-                if (
-                    kind is _jax.ArrayImpl
-                    and _jax.platform_of(value) == "cpu"
-                    and value.is_ready()
-                    and (view := np.asarray(value)).nbytes <= self._view_nbytes
-                ):
-                    out[i] = view
+            elif isinstance(value, Handle):
+                out[i] = value.numpy()
+                if in_place:
                     continue
             moving.append(i)
         if moving:
             sources = [out[i] for i in moving]
             with _jax.wide_context(sources):
-                moved = _jax.put(sources, self.jax_device)
-            for i, value in zip(moving, moved, strict=True):
-                out[i] = value
+                if len(moving) == 1:
+                    out[moving[0]] = _jax.put_one(sources[0], self.jax_device)
+                else:
+                    for i, value in zip(moving, _jax.put(sources, self.jax_device), strict=True):
+                        out[i] = value
         return out
 
     def all_ready(self, values: Sequence[Any]) -> bool:
-        return all(_jax.is_ready(value) for value in values)
+        for value in values:  # no generator: this is asked in every evaluation
+            if not _jax.is_ready(value):
+                return False
+        return True
 
     def error_of(self, values: Sequence[Any]) -> BaseException | None:
         return _wait(values)
@@ -210,7 +220,7 @@ class XlaBackend(Backend):
         try:
             self._completion.post(lambda: callback(_wait(values)))
         except BackendClosedError:  # closed under an evaluation, which must still hear of its end
-            threading.Thread(target=lambda: callback(_wait(values)), name=f"aiopipe-{self.name}-late").start()
+            _threads.Thread(target=lambda: callback(_wait(values)), name=f"aiopipe-{self.name}-late").start()
 
     def download(self, value: Any) -> Any:
         """The value as a NumPy array; a typed PRNG key as its bits."""
@@ -224,6 +234,14 @@ class XlaBackend(Backend):
         raw = np.empty(tensor.nbytes + 64, np.uint8)
         start = -raw.ctypes.data % 64
         return raw[start : start + tensor.nbytes].view(dtype).reshape(tensor.shape)
+
+    def show(self, buffer: Any) -> Any:
+        """An array of JAX that is the buffer's memory, where there can be one."""
+        if not self._aliases_host or type(buffer) is not np.ndarray:
+            return buffer
+        with _jax.wide_context((buffer,)):
+            shown = _jax.show(buffer, self.jax_device)
+        return buffer if shown is None else shown
 
     def accepts(self, value: Any) -> bool:
         """Whether it is an array of this client; other clients' arrays are read by way of the host."""
@@ -251,7 +269,8 @@ class XlaBackend(Backend):
         if buffer_type.memory_kind == self.jax_device.default_memory().kind and _jax_memory.in_default_memory(
             value, self.jax_device
         ):
-            return _jax.put([value], self.jax_device)[0]
+            with _jax.undisturbed():
+                return _jax.put_one(value, self.jax_device)
         return _jax_memory.put_in(value, self.jax_device, buffer_type.memory_kind)
 
     def borrow(self, array: np.ndarray[Any, Any], tensor: Tensor) -> Any:
@@ -288,25 +307,22 @@ class XlaBackend(Backend):
             await super().synchronize()
         finally:
             if not self.closed:
-                done = threading.Event()
+                done = _threads.Event()
                 self.notify(tuple(self.newest.values()), lambda _: done.set())
                 await in_thread(done.wait, "synchronize")
 
-    async def aclose(self) -> None:
-        try:
-            await super().aclose()
-        finally:
-            await in_thread(self._completion.close, "close")
+    def end_threads(self) -> None:
+        self._completion.close()
 
 
-def _can_block(program: Program, compiled: _jax.Compiled, kind: DeviceType) -> bool:
+def _can_block(program: Program, compiled: _jax_compile.Compiled, kind: DeviceType) -> bool:
     """Whether launching may hold up the caller.
 
-    Host callbacks do, everywhere. The CPU client runs what it counts as fewer than
+    Host callbacks do, everywhere, and so does looking at the results. The CPU client runs what it counts as fewer than
     `INLINE_FLOPS` flops in the caller, whatever it costs: transcendentals, gathers and all but one
     round of a loop count nothing.
     """
-    if compiled.has_callback:
+    if compiled.has_callback or compiled.waits:
         return True
     if kind is not DeviceType.CPU or not (compiled.flops is None or _runs_in_caller(compiled, kind)):
         return False
@@ -315,7 +331,7 @@ def _can_block(program: Program, compiled: _jax.Compiled, kind: DeviceType) -> b
     return (compiled.bytes_accessed or 0.0) > INLINE_NBYTES
 
 
-def _runs_in_caller(compiled: _jax.Compiled, kind: DeviceType) -> bool:
+def _runs_in_caller(compiled: _jax_compile.Compiled, kind: DeviceType) -> bool:
     """Whether XLA runs it in the caller for certain: see `INLINE_FLOPS`."""
     return kind is DeviceType.CPU and compiled.flops is not None and compiled.flops < INLINE_FLOPS
 

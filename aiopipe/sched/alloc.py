@@ -192,12 +192,14 @@ class _Held:
     def _capture(self, t: int, nbytes: int) -> None:
         """An input's staging buffer, in memory that its first reader shares with the host, or else on the host."""
         host = len(self.props) - 1
-        reader = self.first.get(t, -1)
+        reader = self.first.get(t)
         if t in self.results:  # the caller will hold it: it is uploaded for each evaluation
-            self.now[reader if reader >= 0 else host] += nbytes
-        elif reader >= 0 and self.props[reader].aliases_host:
+            self.now[host if reader is None else reader] += nbytes
+        elif reader is None:
+            return
+        elif self.props[reader].aliases_host:
             self.now[reader] += nbytes
-        elif reader >= 0 and self.props[host].type is DeviceType.CPU:
+        elif self.props[host].type is DeviceType.CPU:
             self.now[host] += nbytes
 
     def launch(self, split: Split, donated: Sequence[int]) -> None:
@@ -300,13 +302,13 @@ def check_buffers(graph: Graph, splits: Sequence[Split], names: Sequence[str], l
     Raises:
         AllocationError: names the tensor, the backend, and both sizes.
     """
-    if all(limit is None for limit in limits):
-        return
     for split in splits:
         limit = limits[split.backend]
-        for t in (*split.inputs, *split.outputs) if limit is not None else ():
+        if limit is None:
+            continue
+        for t in (*split.inputs, *split.outputs):
             tensor = graph.tensors[t]
-            if limit is not None and tensor.nbytes > limit:
+            if tensor.nbytes > limit:
                 raise AllocationError(
                     f"tensor {tensor.describe()} has {tensor.nbytes} bytes, but a single buffer on "
                     f"{names[split.backend]!r} at most {limit}: cut it, or choose another buffer type",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 
 from ..devices.base import Device
@@ -21,7 +22,14 @@ from .decided import NONE, Decided
 
 __all__ = ["Assignment", "assign"]
 
-_WGT = tuple(f"1.wgt{i}" for i in range(16))  # made once: one string for each cause, not for each node
+_WEIGHT, _NOTHING = 1, 2
+"""What a constant is computed from."""
+
+
+@cache
+def _wgt(position: int) -> str:
+    """The cause ``1.wgt<i>``: one string for each, not for each node."""
+    return f"1.wgt{position}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +109,12 @@ def assign(
     else:
         placing.from_weights()
         placing.expand()
-        if placing.from_replicas():
+        if placing.replicas:
+            placing.from_replicas()
             placing.expand()
     placing.settle()
-    placing.follow_consumers()
+    if placing.floating:
+        placing.follow_consumers()
     placing.place_leaves()
     leaves = tuple(placing.leaf_backends), tuple(placing.leaf_cause)
     return Assignment(tuple(placing.backend), tuple(placing.cause), *leaves)
@@ -122,14 +132,12 @@ class _Placing(Decided):
         and a view of an input, could be anywhere: it is best where its result is read.
         """
         tensors, backend, is_view = self.graph.tensors, self.backend, self.is_view
-        constant = bytearray(len(tensors))  # 1: from weights alone; 2: from nothing at all
-        shows_input = bytearray(len(tensors))
-        for tensor in self.graph.inputs:
-            shows_input[tensor.id] = 1
+        constant = bytearray(len(tensors))
+        shows_input = {tensor.id for tensor in self.graph.inputs}
         held_by, holder = self.leaf_backends, self.holder
         for tensor in self.graph.weights:
             tid = tensor.id
-            constant[tid] = 1
+            constant[tid] = _WEIGHT
             held = held_by[tid]
             if len(held) == 1:
                 holder[tid] = held[0]
@@ -144,23 +152,22 @@ class _Placing(Decided):
                 if not node.has_effect:
                     self._trace_constant(node, constant)
                 continue
-            if is_view[i] and shows_input[inputs[0]] and backend[i] < 0:
-                for out in node.outputs:
-                    shows_input[out] = 1
+            if is_view[i] and inputs[0] in shows_input and backend[i] < 0:
+                shows_input.update(node.outputs)
                 self.floating.add(i)
 
     def _trace_constant(self, node: Node, constant: bytearray) -> None:
         """A node that reads only constants: what it makes counts as the weight that decides for it."""
-        real = [t for t in node.inputs if constant[t] == 1]
+        real = [t for t in node.inputs if constant[t] == _WEIGHT]
         decides, held = self.backend[node.index], None  # a pin
         if decides < 0:
             decides = next((self.holder[t] for t in real if self.holder[t] >= 0), NONE)
             held = next((self.replicas[t] for t in real if t in self.replicas), None)
         for out in node.outputs:
-            constant[out] = 1 if real else 2
+            constant[out] = _WEIGHT if real else _NOTHING
             if real:
                 self.holder[out] = decides
-            if decides < 0 and held is not None:
+            if held is not None:
                 self.replicas[out] = held
         if real and decides < 0:
             self.floating.add(node.index)
@@ -179,7 +186,7 @@ class _Placing(Decided):
                 wanted, why = NONE, ""
                 for position, t in enumerate(inputs):
                     if holder[t] >= 0:
-                        wanted, why = holder[t], _WGT[position] if position < len(_WGT) else f"1.wgt{position}"
+                        wanted, why = holder[t], _wgt(position)
                         if wanted == self.last and self.op_offload:
                             wanted, why = self._offloaded(node, why)
                         break
@@ -223,19 +230,18 @@ class _Placing(Decided):
                 else:
                     self.refused.add(i)
 
-    def from_replicas(self) -> bool:
-        """Where nothing has decided, replicated weights do: the best holder that has the op. Whether any did."""
-        found, undecidable = False, self.floating | self.lacking | self.refused
-        for node in self.graph.nodes if self.replicas else ():
+    def from_replicas(self) -> None:
+        """Where nothing has decided, replicated weights do: the best holder that has the op."""
+        undecidable = self.floating | self.lacking | self.refused
+        for node in self.graph.nodes:
             i = node.index
             if self.backend[i] >= 0 or self.is_view[i] or i in undecidable:
                 continue
             for position, t in enumerate(node.inputs):
                 able = [b for b in sorted(self.replicas.get(t, ())) if self.supports[b](node)]
                 if able:
-                    self.backend[i], self.cause[i], found = able[0], f"1.wgt{position}", True
+                    self.backend[i], self.cause[i] = able[0], _wgt(position)
                     break
-        return found
 
     # -- pass 3 --------------------------------------------------------------------------------
 
@@ -274,7 +280,7 @@ class _Placing(Decided):
     def follow_consumers(self) -> None:
         """Pass 3 for floating nodes: from their first consumer, else a holder of their weight, else anywhere."""
         consumer: dict[int, int] = {}
-        for node in reversed(self.graph.nodes) if self.floating else ():
+        for node in reversed(self.graph.nodes):
             i = node.index
             if i in self.floating:
                 self._land(node, consumer.get(i, NONE))
@@ -291,10 +297,10 @@ class _Placing(Decided):
         for position, t in enumerate(node.inputs):
             for b in sorted(self.replicas.get(t, ())):
                 if self.supports[b](node):
-                    self.backend[i], self.cause[i] = b, "1.vsrc" if self.is_view[i] else f"1.wgt{position}"
+                    self.backend[i], self.cause[i] = b, "1.vsrc" if self.is_view[i] else _wgt(position)
                     return
         self.backend[i] = self._first_able(node)
-        self.cause[i] = "3" if consumer < 0 and self.backend[i] == 0 else "3.best"
+        self.cause[i] = "3" if consumer == NONE and self.backend[i] == 0 else "3.best"
 
     def place_leaves(self) -> None:
         """``1.inp`` for inputs; weights that nobody holds go beside their first consumer, state its maker (``3``)."""
@@ -307,7 +313,9 @@ class _Placing(Decided):
             if not backends[leaf.id] and self.made_by[new.id] >= 0:
                 backends[leaf.id], cause[leaf.id] = places[self.backend[self.made_by[new.id]]], "3"
         left = {tensor.id for tensor in self.graph.weights + self.graph.state if not backends[tensor.id]}
-        for node in self.graph.nodes if left else ():
+        if not left:
+            return
+        for node in self.graph.nodes:
             for t in node.inputs:
                 if t in left and not backends[t]:
                     backends[t], cause[t] = places[self.backend[node.index]], "3"

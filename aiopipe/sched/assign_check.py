@@ -32,9 +32,8 @@ def check_arguments(
     """
     tensors, last = graph.tensors, len(devices) - 1
 
-    def known(backend: int, what: str) -> None:
-        if not 0 <= backend <= last:
-            raise PlacementError(f"{what} names backend {backend}, expected 0 to {last}: an index of the devices")
+    def unknown(backend: int, what: str) -> PlacementError:
+        return PlacementError(f"{what} names backend {backend}, expected 0 to {last}: an index of the devices")
 
     for tid in (*weights, *pins):
         if not 0 <= tid < len(tensors):
@@ -47,11 +46,13 @@ def check_arguments(
         if kind is given or kind is made:
             raise PlacementError(f"weights name {tensors[tid].describe()}, which is of kind {kind.value!r}: pin it")
         for backend in held:
-            if not 0 <= backend <= last:  # there may be many, and most are right
-                known(backend, tensors[tid].describe())
+            if not 0 <= backend <= last:
+                raise unknown(backend, tensors[tid].describe())
     for tid, backend in pins.items():
-        known(backend, f"the pin of {tensors[tid].describe()}")
+        if not 0 <= backend <= last:
+            raise unknown(backend, f"the pin of {tensors[tid].describe()}")
     if cut is not None and len(cut) != len(graph.nodes):
         raise PlacementError(f"the cut has {len(cut)} backends, expected one for each of {len(graph.nodes)} nodes")
     for backend in set(cut or ()):
-        known(backend, "the cut")
+        if not 0 <= backend <= last:
+            raise unknown(backend, "the cut")

@@ -17,7 +17,7 @@ NONE = -1
 class Decided:
     """The lists that the passes of `assign` fill, and what its caller has put in them."""
 
-    def __init__(self, graph: Graph, devices: Sequence[Device], op_offload: bool = False) -> None:
+    def __init__(self, graph: Graph, devices: Sequence[Device], op_offload: bool) -> None:
         n_nodes, n_tensors = len(graph.nodes), len(graph.tensors)
         self.graph = graph
         self.devices = devices
@@ -40,7 +40,7 @@ class Decided:
         """Weights stay where they are held."""
         for tid, held in weights.items():
             if held:
-                self.leaf_backends[tid] = held if len(held) == 1 else tuple(dict.fromkeys(held))
+                self.leaf_backends[tid] = tuple(dict.fromkeys(held))
                 self.leaf_cause[tid] = "1.wgt"
 
     def take_pins(self, pins: Mapping[int, int]) -> None:
@@ -119,9 +119,11 @@ class Decided:
         """``part``: the backends that `partition` chose."""
         for node, chosen in zip(self.graph.nodes, cut, strict=True):
             i = node.index
-            if self.backend[i] < 0 and self.supports[chosen](node):
+            if self.backend[i] >= 0:
+                continue
+            if self.supports[chosen](node):
                 self.backend[i], self.cause[i] = chosen, "part"
-            elif self.backend[i] < 0:
+            else:
                 self.lacking.add(i)
         self.floating.clear()
 

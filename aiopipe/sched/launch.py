@@ -14,7 +14,10 @@ from ..backend import Backend, Executable
 from .plan import LaunchList
 from .split import Split
 
-__all__ = ["BoundSplit", "Environment", "LaunchError", "launch_splits"]
+__all__ = ["BoundSplit", "Clock", "Environment", "LaunchError", "launch_splits"]
+
+Clock = Callable[[], float]
+"""Says what time it is, in seconds."""
 
 
 class LaunchError(Exception):
@@ -35,13 +38,20 @@ class Environment:
     Attributes:
         slots: captured inputs, then values that cross a split boundary.
         markers: for each split one of its results, kept to the end: the split's event.
+        strays: copies that were begun for a split which was not launched, or not all of it, with its backend.
     """
 
-    __slots__ = ("markers", "slots")
+    __slots__ = ("markers", "slots", "strays")
 
     def __init__(self, n_slots: int, n_splits: int) -> None:
         self.slots: list[Any] = [None] * n_slots
         self.markers: list[Any] = [None] * n_splits
+        self.strays: list[tuple[Backend, Any]] = []
+
+    def leave(self, split: BoundSplit) -> None:
+        """Nothing will read, so that nothing will tell the end of, some of what was brought over for a split."""
+        brought = [self.slots[fill] for _, fill in split.moves]
+        self.strays += [(split.backend, value) for value in brought if split.backend.holds(value)]
 
 
 class BoundSplit:
@@ -70,7 +80,7 @@ def launch_splits(
     splits: Sequence[BoundSplit],
     env: Environment,
     times: list[float] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> None:
     """Launch splits in order; their results appear in the environment, not yet ready.
 
@@ -87,28 +97,38 @@ def launch_splits(
     slots, markers = env.slots, env.markers
     for split in splits:
         try:
-            moves = split.moves
-            if moves:
-                if len(moves) == 1:
-                    read, fill = moves[0]
-                    slots[fill] = split.backend.transfer((slots[read],))[0]
-                else:
-                    moved = split.backend.transfer([slots[read] for read, _ in moves])
-                    for (_, fill), value in zip(moves, moved, strict=True):
-                        slots[fill] = value
-                if times is not None:
-                    times.append(clock())
-            operands = split.template.copy()
-            for position, slot in split.feeds:
-                operands[position] = slots[slot]
-            results = split.call(*operands)
-            for slot, value in zip(split.outputs, results, strict=False):  # a token, behind them, has no slot
-                slots[slot] = value
-            marker = markers[split.index] = results[split.marker]
+            marker = markers[split.index] = _launch(split, slots, times, clock)
             if times is not None:
                 times.append(clock())
             split.backend.launched(marker)
-        except Exception as error:
+        except BaseException as error:  # a lane's thread must not end with it
+            env.leave(split)
             raise LaunchError(split.index) from error
         for slot in split.frees:
             slots[slot] = None
+
+
+def _launch(split: BoundSplit, slots: list[Any], times: list[float] | None, clock: Clock) -> Any:
+    """Launch one split; return its marker.
+
+    A function of its own, so that nothing here holds a value longer than the slots do: in the loop of
+    `launch_splits`, the names for what one split brings and reads would hold it through the next ones.
+    """
+    moves = split.moves
+    if moves:
+        if len(moves) == 1:
+            read, fill = moves[0]
+            slots[fill] = split.backend.transfer((slots[read],))[0]
+        else:
+            moved = split.backend.transfer([slots[read] for read, _ in moves])
+            for (_, fill), value in zip(moves, moved, strict=True):
+                slots[fill] = value
+        if times is not None:
+            times.append(clock())
+    operands = split.template.copy()
+    for position, slot in split.feeds:
+        operands[position] = slots[slot]
+    results = split.call(*operands)
+    for slot, value in zip(split.outputs, results, strict=False):  # a token, behind them, has no slot
+        slots[slot] = value
+    return results[split.marker]

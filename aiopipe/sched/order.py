@@ -75,10 +75,7 @@ def make_runs(
             here = home[i]
             for t in inputs:
                 source = made_by[t]
-                if home[source] == here or source < 0:
-                    sources.append(at_home[source])
-                else:
-                    sources.append(away.get(source * stride + here, at_home[source]))
+                sources.append(away.get(source * stride + here, at_home[source]))
             if node.has_effect:  # effects keep their order
                 sources.append(newest_effect.get(here, -1))
                 newest_effect[here] = len(runs.node)

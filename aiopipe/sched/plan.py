@@ -9,7 +9,7 @@ that holds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, overload
 
@@ -222,7 +222,7 @@ def make_plan(
         used_inputs=tuple(feed.used_inputs),
         n_slots=feed.n_slots,
         results=tuple(feed.results),
-        sinks=_sinks(splits),
+        sinks=_sinks(splits, last, len(devices) + 1),
         weights=weights_read,
         sizes=backend_sizes(
             graph, splits, props, weights=weights_read, donate=donated, state_homes=homes, last=last
@@ -232,9 +232,9 @@ def make_plan(
     )
 
 
-def _sinks(splits: Sequence[Split]) -> tuple[int, ...]:
-    feeding = {d for split in splits for d in split.depends}
-    return tuple(split.index for split in splits if split.index not in feeding)
+def _sinks(splits: Sequence[Split], read: Container[int], stride: int) -> tuple[int, ...]:
+    """Whoever only uses a copy that a split brought neither waits for its end nor inherits its error."""
+    return tuple([s.index for s in splits if not any(t * stride + s.backend in read for t in s.outputs)])
 
 
 class _Feed:
@@ -319,11 +319,8 @@ class _Feed:
             if last[place] == index:
                 moved.append(read)
         for t in split.outputs:
-            place = t * stride + here
-            slot = slots[place] = len(slots)
+            slot = slots[t * stride + here] = len(slots)
             outputs.append(slot)
-            if place not in last:
-                frees.append(slot)
         for position, t in enumerate(split.inputs):
             place = t * stride + here
             if tensors[t].kind is weight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import AbstractEventLoop
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -12,19 +13,21 @@ from .._threads import closing_s
 from ..backend import Backend
 from ..by_hand import ByHand
 from ..closing import Closing
+from ..counts import statistics_of
 from ..devices.base import BufferType
-from ..errors import AiopipeError, PlacementError, ReplanError
+from ..errors import AiopipeError, PlacementError
 from ..evaluation import Evaluation
 from ..graph import Graph, Tensor
-from ..loader import Loaded, Loader
+from ..loader import Loader
 from ..observe import EvalCallback, Pieces
 from ..plans import Plans
+from ..ready import Ready
 from ..recorder import CAPACITY, Recorder
-from ..registry import with_host
-from ..runner import Runner
-from ..state import State, check_state
+from ..registry import index_of, with_host
+from ..runner import Runner, seconds_of
+from ..state import State
 from ..states import States
-from ..statistics import Statistics, statistics_of
+from ..statistics import Statistics
 from ..streaming import stream_in_order
 from ..timeline import Timeline
 from .alloc import choose_buffer_types, memory_limits
@@ -53,6 +56,9 @@ class Scheduler:
             (`Device.offload_op`; cause ``1.off``). The weight is copied there once, when the graph is planned.
         forbid_replan: plan only when asked to, by `plan`, `reserve` or `alloc_graph`. An evaluation that
             would need a new plan (a graph that is new, or whose pins have changed) raises `ReplanError`.
+        deadline: seconds that an evaluation may take, from its submission (a new graph is loaded before that). One
+            that is not done then fails with `DeadlineExceeded`. What a device works on cannot be recalled, so its
+            slot comes back when the device is done; until then the others go on with the slots that are left.
         timeline: record what runs where and when: `Scheduler.timeline`. A number says of how many spans the
             newest are kept.
         on_progress: called with (compiled, to compile) while a new plan is compiled.
@@ -61,6 +67,7 @@ class Scheduler:
 
     Raises:
         PlacementError: a spec names no device, a device is given twice, or it lacks the buffer type.
+        ValueError: `deadline` or `n_copies` makes no sense.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class Scheduler:
         memory_limit: int | Mapping[str, int] | None = None,
         op_offload: bool = False,
         forbid_replan: bool = False,
+        deadline: float | None = None,
         timeline: bool | int = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -84,6 +92,7 @@ class Scheduler:
         auto = n_copies == "auto"
         copies = AUTO_COPIES if isinstance(n_copies, str) else n_copies
         self._runner = Runner(copies, Pieces(self._loader.compile), recorder)
+        self._runner.deadline = seconds_of(deadline)
         self._plans = Plans(
             self.backends,
             self.memory_limits,
@@ -92,12 +101,12 @@ class Scheduler:
             self._runner,
             auto=auto,
             op_offload=op_offload,
+            forbid_replan=forbid_replan,
         )
         self._states = States(self.backends, self.memory_limits, self._plans, self._runner)
         self._plans.state_nbytes = self._states.nbytes
         self._by_hand = ByHand(self.backends)
-        self._forbid_replan = forbid_replan
-        self._last_n_splits = 0
+        self._ready = Ready(self._plans, self._states)
         self._closing = Closing(self._runner, self._plans, self.backends, self._opened, self._let_go)
 
     @property
@@ -113,7 +122,7 @@ class Scheduler:
     @property
     def n_splits(self) -> int:
         """How many splits the graph that was planned last has; 0 before the first."""
-        return self._last_n_splits
+        return self._ready.n_splits
 
     @property
     def timeline(self) -> Timeline:
@@ -132,7 +141,7 @@ class Scheduler:
         Every weight once; all states; the largest scratch; and `n_copies` times what an evaluation of the
         largest of the plans holds there, for no more are in flight.
         """
-        return self._plans.sizes()[self._index(backend)].total(self.n_copies)
+        return self._plans.sizes()[index_of(self.backends, backend)].total(self.n_copies)
 
     def set_tensor_backend(self, graph: Graph, tensor: Tensor, backend: Backend | str) -> None:
         """Pin a tensor of a graph, and so the node that makes it, to a backend (cause ``usr``).
@@ -144,9 +153,9 @@ class Scheduler:
         """
         if not 0 <= tensor.id < len(graph.tensors) or graph.tensors[tensor.id] is not tensor:
             raise PlacementError(f"tensor {tensor.describe()} is not of graph {graph.name!r}: pin one of graph.tensors")
-        pins = self._plans.pins
-        pins.put(graph, {**(pins.get(graph) or {}), tensor.id: self._index(backend)})
+        index, pins = index_of(self.backends, backend), self._plans.pins
         self._plans.drop(graph)
+        pins.put(graph, {**(pins.get(graph) or {}), tensor.id: index})
 
     def get_tensor_backend(self, graph: Graph, tensor: Tensor) -> Backend | None:
         """The backend that a tensor is pinned to, or else planned on; None before either."""
@@ -159,8 +168,8 @@ class Scheduler:
 
     def set_cut(self, graph: Graph, node_backend: Sequence[int]) -> None:
         """Place a graph's nodes as `aiopipe.sched.partition.partition` chose. Drops the graph's plan."""
-        self._plans.cuts.put(graph, tuple(node_backend))
         self._plans.drop(graph)
+        self._plans.cuts.put(graph, tuple(node_backend))
 
     def set_eval_callback(self, callback: EvalCallback | None) -> None:
         """Have a callback see values of the evaluations that are submitted from now on; None: no longer.
@@ -192,7 +201,7 @@ class Scheduler:
             PlacementError: no backend can run some op.
             AllocationError: it does not fit; nothing has been allocated.
         """
-        return (self._plans.get(graph) or await self._load(graph)).plan
+        return (await self._ready.load(graph)).plan
 
     def forget(self, graph: Graph) -> None:
         """Drop a graph's plan; evaluations under way keep what they need of it."""
@@ -212,8 +221,7 @@ class Scheduler:
             PlacementError: no backend can run some op.
             AllocationError: it does not fit beside what is loaded.
         """
-        plan = await self._plans.reserve(graph)
-        self._last_n_splits = plan.n_splits
+        plan = await self._ready.reserve(graph)
         return {b.name: size.total(self.n_copies) for b, size in zip(self.backends, plan.sizes, strict=True)}
 
     async def alloc_graph(self, graph: Graph, *, state: State | None = None) -> None:
@@ -231,8 +239,7 @@ class Scheduler:
         if state is None:
             await self.plan(graph)
             return
-        check_state(graph, state)
-        self._last_n_splits = (await self._states.prepare(state, graph)).plan.n_splits
+        await self._ready.alloc(graph, state)
 
     def reset(self) -> None:
         """Forget pins, cuts, plans, and what `tensor_set` has set, of every graph.
@@ -273,7 +280,9 @@ class Scheduler:
         """Raise `AllocationError` if a graph cannot fit; see `Plans.check_fit`."""
         return await self._plans.check_fit(graph)
 
-    async def graph_compute_async(self, graph: Graph, *inputs: Any, state: State | None = None) -> Evaluation:
+    async def graph_compute_async(
+        self, graph: Graph, *inputs: Any, state: State | None = None, deadline: float | None = None
+    ) -> Evaluation:
         """Submit an evaluation; wait only until a slot is free and the inputs are captured.
 
         After it returns, the caller may change every NumPy input. The first evaluation of a graph
@@ -285,6 +294,8 @@ class Scheduler:
             inputs: what the traced function takes behind the weights (and the state).
             state: what the evaluation reads and replaces, for a graph that was traced with one. Evaluations
                 that share a state run in the order in which they are submitted.
+            deadline: seconds that it may take from now on, the loading of a new graph excepted; ``math.inf`` for no
+                limit. Default: that of the scheduler.
 
         Raises:
             StateError: the state is marked, freed, another scheduler's, or not of the graph's types.
@@ -295,24 +306,28 @@ class Scheduler:
             WrongLoopError: it belongs to another event loop.
         """
         if inputs or not graph.inputs:
-            return await self.submit(graph, graph.flatten_inputs(inputs), state)
+            return await self.submit(graph, graph.flatten_inputs(inputs), state, deadline)
         values = self._by_hand.inputs_of(graph)
         kept: dict[int, Any] = {}
-        loaded = await self._loaded_for(graph, state)
-        evaluation = await self._runner.submit(loaded.keeping(kept), values, state)
+        loaded = await self._ready.for_evaluation(graph, state)
+        evaluation = await self._runner.submit(loaded.keeping(kept), values, state, deadline=seconds_of(deadline))
         self._by_hand.ran(graph, evaluation, kept)
         return evaluation
 
-    async def submit(self, graph: Graph, values: Sequence[Any], state: State | None = None) -> Evaluation:
+    async def submit(
+        self, graph: Graph, values: Sequence[Any], state: State | None = None, deadline: float | None = None
+    ) -> Evaluation:
         """`graph_compute_async` for inputs that went through `graph.flatten_inputs` already."""
         loaded = self._plans.get(graph)
         if loaded is None or state is not None or graph.state:
-            loaded = await self._loaded_for(graph, state)
-        return await self._runner.submit(loaded, values, state)
+            loaded = await self._ready.for_evaluation(graph, state)
+        return await self._runner.submit(loaded, values, state, deadline=seconds_of(deadline))
 
-    async def graph_compute(self, graph: Graph, *inputs: Any, state: State | None = None) -> Any:
+    async def graph_compute(
+        self, graph: Graph, *inputs: Any, state: State | None = None, deadline: float | None = None
+    ) -> Any:
         """Evaluate a graph and wait for the result."""
-        return await (await self.graph_compute_async(graph, *inputs, state=state))
+        return await (await self.graph_compute_async(graph, *inputs, state=state, deadline=deadline))
 
     async def synchronize(self) -> None:
         """Wait until everything that was submitted so far has finished on its devices."""
@@ -344,6 +359,9 @@ class Scheduler:
             cancel: do not wait for results, only for the devices to be done.
             timeout_s: after this long, cancel what has not finished; after as long again, leave
                 threads alone that a device still holds up, with a `ResourceWarning`.
+
+        Raises:
+            WrongLoopError: its event loop runs elsewhere. Where it has ended, what was in flight is lost.
         """
         await self._closing.close(cancel=cancel, timeout_s=timeout_s)
 
@@ -351,46 +369,23 @@ class Scheduler:
         self.reset()
         self._states.end()
 
-    async def __aenter__(self) -> Scheduler:
+    @property
+    def loop(self) -> AbstractEventLoop | None:
+        """The event loop that it belongs to; None before its first use."""
+        return self._runner.loop
+
+    def enter(self) -> None:
+        """Belong to the running event loop, as it does from its first use on.
+
+        Raises:
+            BackendClosedError: it is closed.
+            WrongLoopError: it belongs to another event loop, or none runs in this thread.
+        """
         self._runner.enter()
+
+    async def __aenter__(self) -> Scheduler:
+        self.enter()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         await self.aclose(cancel=kind is not None, timeout_s=closing_s(kind))
-
-    def _index(self, backend: Backend | str) -> int:
-        for i, known in enumerate(self.backends):
-            if known is backend or known.name == backend:
-                return i
-        name = backend if isinstance(backend, str) else backend.name
-        raise PlacementError(f"{name!r} is not one of this scheduler's backends: {[b.name for b in self.backends]}")
-
-    async def _loaded(self, graph: Graph) -> Loaded:
-        """A graph's plan for an evaluation."""
-        self._forbid(graph)
-        return self._plans.get(graph) or await self._load(graph)
-
-    def _forbid(self, graph: Graph, *, moved: bool = False) -> None:
-        if self._forbid_replan and (moved or not self._plans.is_planned(graph)):
-            shapes = ", ".join(tensor.describe() for tensor in graph.inputs)
-            raise ReplanError(
-                f"graph {graph.name!r} for ({shapes}) would have to be planned, which forbid_replan=True does not "
-                "allow: call `await scheduler.alloc_graph(graph)` (or `reserve`) first, again after its pins change"
-            )
-
-    async def _loaded_for(self, graph: Graph, state: State | None) -> Loaded:
-        """A graph's plan for an evaluation that uses a state, whose arrays are where the plan wants them."""
-        check_state(graph, state)
-        if state is None:
-            return await self._loaded(graph)
-        loaded = self._plans.get(graph)
-        if loaded is None or not self._states.fits(state, loaded):
-            self._forbid(graph, moved=loaded is not None and state.is_allocated)
-            loaded = await self._states.prepare(state, graph)
-            self._last_n_splits = loaded.plan.n_splits
-        return loaded
-
-    async def _load(self, graph: Graph) -> Loaded:
-        loaded = await self._plans.load(graph)
-        self._last_n_splits = loaded.plan.n_splits
-        return loaded

@@ -200,7 +200,7 @@ def _demand(
             if _repeatable(node, constant):
                 wanted.candidates.append(i)
                 again = [b for b in _bits(away) if worth is None or (i, b) in worth]
-                if again and worth is not None:
+                if worth is not None:
                     wanted.repeated[i] = again[:]
             if len(again) < away.bit_count():
                 at_home[i] |= 2
@@ -305,7 +305,7 @@ def _build(
     stride = max(runs.backend, default=0) + 1
     flow = _Flow(stride, {t * stride + backend for t, backend in results})
     _follow(graph, runs, rounds, flow, homes)
-    nodes, handed_on, run_nodes, any_again = graph.nodes, flow.handed_on, runs.node, 1 in runs.again
+    nodes, handed_on, run_nodes = graph.nodes, flow.handed_on, runs.node
     splits: list[Split] = []
     for members, inputs, brings, depends in zip(rounds, flow.inputs, flow.brings, flow.depends, strict=True):
         backend = runs.backend[members[0]]
@@ -319,7 +319,7 @@ def _build(
         outputs.sort()
         if homes:
             inputs, outputs = _state_first(graph, inputs, outputs)
-        again = tuple([run_nodes[run] for run in members if runs.again[run]]) if any_again else ()
+        again = tuple([run_nodes[run] for run in members if runs.again[run]])
         splits.append(Split(len(splits), backend, tuple(here), inputs, tuple(outputs), brings, depends, again))
     return tuple(splits)
 

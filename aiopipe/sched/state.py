@@ -8,9 +8,9 @@ Life of an evaluation::
 
     WAITING --a slot is free--> CAPTURING --inputs captured--> RUNNING --all launched--> DRAINING --> (gone)
 
-A cancelled, failed or aborted evaluation launches nothing more and goes to DRAINING as soon as no launch
-is under way: launched work cannot be recalled, so its slot comes back only when the devices are
-done with it, exactly once.
+A cancelled, failed, overdue or aborted evaluation launches nothing more and goes to DRAINING as soon as no
+launch is under way: launched work cannot be recalled, so its slot comes back only when the devices are
+done with it, exactly once. Until then the others take turns with the slots that are left.
 
 Evaluations that share a state take turns: one launches when those before it will launch nothing more.
 They need not have ended, for the devices keep the order of what has been launched.
@@ -22,26 +22,25 @@ import enum
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-__all__ = [
-    "Admit",
-    "Cancel",
-    "Captured",
-    "Completed",
-    "Failed",
-    "Instruction",
-    "Launch",
-    "Launched",
-    "Outcome",
-    "Phase",
-    "Release",
-    "Resolve",
-    "RunState",
-    "Stimulus",
-    "Submit",
-    "Watch",
-]
+from .stimuli import (
+    Admit,
+    Cancel,
+    Captured,
+    Completed,
+    Failed,
+    Instruction,
+    Launch,
+    Launched,
+    Outcome,
+    Release,
+    Resolve,
+    Stimulus,
+    Submit,
+    Watch,
+)
+
+__all__ = ["Phase", "RunState"]
 
 
 class Phase(enum.Enum):
@@ -51,105 +50,6 @@ class Phase(enum.Enum):
     CAPTURING = "capturing"
     RUNNING = "running"
     DRAINING = "draining"
-
-
-class Outcome(enum.Enum):
-    """How an evaluation ends for its caller."""
-
-    SUCCESS = "success"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    ABORTED = "aborted"
-
-
-class Submit(NamedTuple):
-    """A caller asks for an evaluation; `depends[i]` are the segments that segment i comes after.
-
-    Evaluations with equal `state` launch in the order in which they are submitted.
-    """
-
-    evaluation: int
-    depends: Sequence[tuple[int, ...]]
-    state: Hashable = None
-
-
-class Captured(NamedTuple):
-    """The inputs are copied: the caller may reuse its own."""
-
-    evaluation: int
-
-
-class Launched(NamedTuple):
-    """Every split of a segment has been launched."""
-
-    evaluation: int
-    segment: int
-
-
-class Failed(NamedTuple):
-    """Capturing (segment -1) or launching a segment failed, or somebody watching it aborts the evaluation.
-
-    Nothing of it is still being launched.
-    """
-
-    evaluation: int
-    segment: int
-    error: BaseException
-    outcome: Outcome = Outcome.FAILED
-
-
-class Completed(NamedTuple):
-    """The devices are done with everything that was launched; `error` if a split failed there."""
-
-    evaluation: int
-    error: BaseException | None = None
-
-
-class Cancel(NamedTuple):
-    """The caller does not want the result any more."""
-
-    evaluation: int
-
-
-Stimulus = Submit | Captured | Launched | Failed | Completed | Cancel
-
-
-class Admit(NamedTuple):
-    """Give the evaluation this slot and capture its inputs; answer `Captured` or `Failed`."""
-
-    evaluation: int
-    copy_id: int
-
-
-class Launch(NamedTuple):
-    """Launch a segment; answer `Launched` or `Failed`."""
-
-    evaluation: int
-    segment: int
-
-
-class Watch(NamedTuple):
-    """Wait for what was launched; answer `Completed`."""
-
-    evaluation: int
-
-
-class Resolve(NamedTuple):
-    """Tell the caller how it ended."""
-
-    evaluation: int
-    outcome: Outcome
-    error: BaseException | None = None
-
-
-class Release(NamedTuple):
-    """The evaluation is gone; its slot (-1: it never had one) is free."""
-
-    evaluation: int
-    copy_id: int
-
-
-Instruction = Admit | Launch | Watch | Resolve | Release
 
 
 @dataclass(slots=True, eq=False)
@@ -171,7 +71,8 @@ class RunState:
 
     Args:
         n_copies: how many slots there are, so how many evaluations are in flight at most.
-            The k-th admitted evaluation takes slot ``k % n_copies``, as long as nobody calls `shrink`.
+            The k-th admitted evaluation takes slot ``k % n_copies``, as long as nobody calls `shrink` and
+            none ends before its devices are done.
     """
 
     def __init__(self, n_copies: int) -> None:
@@ -188,8 +89,18 @@ class RunState:
 
     @property
     def cur_copy(self) -> int:
-        """The slot that the next evaluation will take."""
-        return self._next
+        """The slot that the next evaluation will take.
+
+        Those that devices still work for, though nobody waits for the result any more, are passed over: a
+        device that hangs holds up no evaluation that does without it.
+        """
+        holders, slot = self._holders, self._next
+        for _ in range(self.n_copies):
+            holder = holders[slot]
+            if holder is None or holder.outcome is None:
+                return slot
+            slot = slot + 1 if slot + 1 < self.n_copies else 0
+        return slot
 
     @property
     def in_flight(self) -> int:
@@ -237,8 +148,10 @@ class RunState:
         run = self._runs.get(stimulus.evaluation)
         if kind is Cancel:
             if run is not None and run.outcome is None:
-                self._end(run, Outcome.CANCELLED, None, out)
+                error = stimulus.error  # type: ignore[union-attr]  # as above
+                self._end(run, Outcome.CANCELLED if error is None else Outcome.FAILED, error, out)
                 self._settle(run, out)
+                self._admit(out)
             return out
         if run is None:
             raise ValueError(f"{stimulus}: no such evaluation is under way")
@@ -269,7 +182,7 @@ class RunState:
 
     def _admit(self, out: list[Instruction]) -> None:
         while self._waiting:
-            slot = self._next
+            slot = self.cur_copy
             if self._holders[slot] is not None or len(self._holders) > self.n_copies:
                 return
             _, run = self._waiting.popitem(last=False)
@@ -319,15 +232,16 @@ class RunState:
         self._settle(run, out)
 
     def _failed(self, run: _Run, stimulus: Failed, out: list[Instruction]) -> None:
+        capturing = stimulus.segment < 0
+        self._expect(run, Phase.CAPTURING if capturing else Phase.RUNNING, stimulus)
         if run.outcome is None:
             self._end(run, stimulus.outcome, stimulus.error, out)
-        if stimulus.segment < 0:
-            self._expect(run, Phase.CAPTURING, stimulus)
+        if capturing:
             run.phase = Phase.RUNNING
         else:
-            self._expect(run, Phase.RUNNING, stimulus)
             run.launching -= 1
         self._settle(run, out)
+        self._admit(out)
 
     def _settle(self, run: _Run, out: list[Instruction]) -> None:
         """Let go of a waiting run that ended; drain a running one that will launch nothing more."""

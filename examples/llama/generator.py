@@ -24,14 +24,20 @@ class Counts:
 
     Attributes:
         prompt_tokens: tokens of prompts that were read.
+        tokens: tokens that were written, the one that ended a text included.
         decode_steps: steps that wrote a token of every active row of a group.
         compiled_steps: steps that were traced and compiled.
+        writing: texts that have a row now.
+        waiting: texts that wait for one now.
         scheduler: of the scheduler: evaluations, and with ``timeline=True`` how busy each device was.
     """
 
     prompt_tokens: int
+    tokens: int
     decode_steps: int
     compiled_steps: int
+    writing: int
+    waiting: int
     scheduler: ap.Statistics
 
 
@@ -70,7 +76,7 @@ class Stream:
 
     def cancel(self) -> None:
         """Write no more of it. Tokens that are there can still be taken."""
-        self._request.left = True
+        self._request.leave()
 
     def __aiter__(self) -> Stream:
         return self
@@ -168,6 +174,11 @@ class Generator:
         return self._scheduler
 
     @property
+    def n_rows(self) -> int:
+        """How many texts can be written at the same time."""
+        return self._graphs.rows * self._n_groups
+
+    @property
     def states(self) -> list[ap.State]:
         """The state of each group."""
         return [group.state for group in self._groups]
@@ -209,21 +220,39 @@ class Generator:
         if group.n_free > 0:
             group.give(request)
         else:
+            for gone in [waiting for waiting in self._waiting if waiting.left]:
+                self._waiting.remove(gone)  # or those who come and go would pile up while all rows are busy
             self._waiting.append(request)
         return Stream(request)
 
-    async def prepare(self, kinds: Sequence[Kind] = ("chunk", "prefill", "decode_one", "decode")) -> None:
-        """Compile every step for every length now, so that no text has to wait for it later."""
-        for size in self._graphs.sizes:
-            for kind in kinds:
-                await asyncio.shield(self._graphs.get(kind, size))
+    async def prepare(
+        self,
+        kinds: Sequence[Kind] = ("chunk", "prefill", "decode_one", "decode"),
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Compile every step for every length now, so that no text has to wait for it later.
+
+        Args:
+            kinds: which steps.
+            on_progress: called with (compiled, to compile) before each step and at the end.
+        """
+        steps = [(kind, size) for size in self._graphs.sizes for kind in kinds]
+        for done, (kind, size) in enumerate(steps):
+            if on_progress is not None:
+                on_progress(done, len(steps))
+            await asyncio.shield(self._graphs.get(kind, size))
+        if on_progress is not None:
+            on_progress(len(steps), len(steps))
 
     def statistics(self) -> Counts:
         """What has been done so far."""
         return Counts(
             prompt_tokens=sum(group.n_prompt_tokens for group in self._groups),
+            tokens=sum(group.n_tokens for group in self._groups),
             decode_steps=sum(group.n_steps for group in self._groups),
             compiled_steps=self._graphs.n_made,
+            writing=sum(group.n_writing for group in self._groups),
+            waiting=sum(not request.left for request in self._waiting) + sum(g.n_given for g in self._groups),
             scheduler=self._scheduler.statistics(),
         )
 

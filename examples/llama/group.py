@@ -52,6 +52,8 @@ class Request:
 
     def push(self, token: int) -> bool:
         """Take the next token; whether another one is wanted."""
+        if self.reason is not None:
+            return False
         if token in self.stop:
             return self.end("stop")
         self.last_s = time.monotonic()
@@ -59,6 +61,11 @@ class Request:
         self.n_tokens += 1
         self.tokens.put_nowait(token)
         return True if self.n_tokens < self.max_tokens else self.end("length")
+
+    def leave(self) -> None:
+        """Nobody wants it any more. It ends here and now; a row that it has is free after the next step."""
+        self.left = True
+        self.end("left")
 
     def end(self, reason: str, error: BaseException | None = None) -> bool:
         """No more tokens will come."""
@@ -92,12 +99,14 @@ class Group:
     Attributes:
         n_steps: decode steps so far.
         n_prompt_tokens: tokens of prompts that were read.
+        n_tokens: tokens that were written.
     """
 
     def __init__(self, state: ap.State, graphs: Graphs, waiting: deque[Request]) -> None:
         self.state = state
         self.n_steps = 0
         self.n_prompt_tokens = 0
+        self.n_tokens = 0
         self._graphs = graphs
         self._waiting = waiting
         self._given: deque[Request] = deque()
@@ -105,6 +114,16 @@ class Group:
         self._wake = asyncio.Event()
         self._chunks: list[ap.Evaluation] = []  # of prompts, that nobody awaits
         self._sampling: tuple[list[Sampling], dict[str, Any]] | None = None
+
+    @property
+    def n_writing(self) -> int:
+        """Texts that have a row."""
+        return sum(row is not None and not row.request.left for row in self._rows)
+
+    @property
+    def n_given(self) -> int:
+        """Texts that are about to take one."""
+        return sum(not request.left for request in self._given)
 
     @property
     def n_free(self) -> int:
@@ -189,6 +208,7 @@ class Group:
 
     def _push(self, i: int, row: _Row, token: int) -> None:
         row.token = token
+        self.n_tokens += 1
         if not row.request.push(token):
             self._rows[i] = None
         elif row.n_read >= self._graphs.n_ctx:

@@ -6,7 +6,9 @@ Two kinds of vocabulary are understood: byte-level BPE as of GPT-2 and SmolLM2, 
 from __future__ import annotations
 
 import codecs
+import functools
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from .gguf_file import File, read_file
 from .weights import model_path
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from tokenizers import Tokenizer as Encoder
 
 __all__ = ["Detokenizer", "Tokenizer"]
@@ -21,6 +24,9 @@ __all__ = ["Detokenizer", "Tokenizer"]
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 _SPACE = "\u2581"
 """What stands for a space in a vocabulary of SentencePiece's kind."""
+
+_BREAK = "\u200b"
+"""A space of no width."""
 
 _ENDS = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "</s>")
 """Control tokens that end a text in any model which has them, whatever its file names as the end."""
@@ -64,6 +70,9 @@ class Tokenizer:
         ends = {eos, self._id("eot_token_id"), self._id("eom_token_id")}
         ends |= {self._ids[text] for text in _ENDS if self._ids.get(text) in self._control}
         self.stop_ids = frozenset(ends - {None})
+        names = [re.escape(tokens[i]) for i in sorted(self._control) if tokens[i]]
+        # One letter behind which a name begins, so that names that overlap are found, too.
+        self._control_names = re.compile(f"(?={'|'.join(names)})." if names else r"(?!)", re.DOTALL)
         self._names = {
             "bos_token": "" if self._bos is None else tokens[self._bos],
             "eos_token": "" if eos is None else tokens[eos],
@@ -117,7 +126,7 @@ class Tokenizer:
         """Token ids of a conversation, by the template in the file.
 
         Names of control tokens inside a message count as such, as with other programs: take them out of what you do
-        not trust.
+        not trust, with `plain`.
 
         Args:
             messages: each with ``role`` and ``content``.
@@ -128,14 +137,14 @@ class Tokenizer:
         """
         return self._encode(self.chat_text(messages, answer), special=True)
 
+    def plain(self, text: str) -> str:
+        """The text with every name of a control token broken up: what may go into a chat, wherever it comes from."""
+        return self._control_names.sub(lambda first: first[0] + _BREAK, text)
+
     def chat_text(self, messages: Sequence[Mapping[str, str]], answer: bool = True) -> str:
         """The text of which `chat` gives the token ids."""
         import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        template = self._fields.get("tokenizer.chat_template")
-        if not isinstance(template, str):
-            raise ValueError(f"{self._path}: it has no chat template; encode a prompt of your own instead")
         for message in messages:
             if not isinstance(message, Mapping) or not all(
                 isinstance(message.get(k), str) for k in ("role", "content")
@@ -143,6 +152,21 @@ class Tokenizer:
                 raise ValueError(f"got the message {message!r}, but each needs the texts 'role' and 'content'")
         if not messages:
             raise ValueError("got no messages, but a chat needs one at least")
+        given = {"messages": [dict(m) for m in messages], "add_generation_prompt": answer, **self._names}
+        try:
+            return self._template.render(given)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise ValueError(f"{self._path}: its chat template does not accept these messages: {error}") from error
+
+    @functools.cached_property
+    def _template(self) -> Template:
+        """The file's, compiled, which takes longer than all the rest of a chat."""
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        template = self._fields.get("tokenizer.chat_template")
+        if not isinstance(template, str):
+            raise ValueError(f"{self._path}: it has no chat template; encode a prompt of your own instead")
 
         def raise_exception(reason: str) -> None:
             raise jinja2.TemplateError(reason)
@@ -150,11 +174,7 @@ class Tokenizer:
         # The template comes from a file of unknown origin; these options are the ones it was written for.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = raise_exception
-        given = {"messages": [dict(m) for m in messages], "add_generation_prompt": answer, **self._names}
-        try:
-            return environment.from_string(template).render(given)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise ValueError(f"{self._path}: its chat template does not accept these messages: {error}") from error
+        return environment.from_string(template)
 
     def _field(self, name: str) -> Any:
         return self._fields.get(f"tokenizer.ggml.{name}")

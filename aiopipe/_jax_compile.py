@@ -1,0 +1,199 @@
+"""Programs become executables: what is compiled, and how it is called."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._jax_move import WIDE_DTYPES, wide_context
+from ._jax_nans import CHECKS, checking
+from ._jax_settings import Settings, config_context, undisturbed
+from ._jax_types import aval_of, dtype_of, sharding_of
+from .devices.base import MemoryStats, Program
+from .graph import Node
+
+__all__ = ["Compiled", "calls_back", "compile_program", "function_of"]
+
+CALLBACK_OPS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print", "python_callback"})
+LOOP_OPS = frozenset({"scan", "while"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compiled:
+    """A program, compiled by XLA for one device.
+
+    Attributes:
+        call: takes the program's inputs as positional arguments, returns a sequence of its outputs.
+        flops: floating point operations as XLA counts them, where loops count once; or None.
+        bytes_accessed: bytes read and written as XLA counts them, or None.
+        memory: what it needs.
+        has_callback: it calls back into Python, or has other effects: such a call costs more, and may run inline.
+        has_loop: a loop in it makes `flops` an underestimate.
+        waits: a call waits for the results, to look at them.
+        donated: positions of the inputs that a call really gives up.
+    """
+
+    call: Callable[..., Sequence[Any]] = field(repr=False)
+    flops: float | None
+    bytes_accessed: float | None
+    memory: MemoryStats
+    has_callback: bool
+    has_loop: bool
+    waits: bool = False
+    donated: tuple[int, ...] = ()
+
+
+def function_of(program: Program) -> Callable[..., tuple[Any, ...]]:
+    """A program as one function of JAX values: takes its inputs, returns its outputs."""
+    nodes, outputs = program.nodes, [t.id for t in program.outputs]
+    ids = [t.id for t in program.inputs]
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        env = dict(zip(ids, args, strict=True))
+        for node in nodes:
+            time.sleep(0)  # tracing holds the GIL for long: let the event loop's thread have a turn
+            env.update(zip(node.outputs, node.fn(*[env[t] for t in node.inputs]), strict=True))
+        # A program that only has effects returns a token: something to wait for.
+        return tuple(env[t] for t in outputs) or (jnp.zeros((), jnp.bool_),)
+
+    run.__name__ = run.__qualname__ = re.sub(r"\W", "_", program.name) or "program"
+    return run
+
+
+def calls_back(node: Node) -> bool:
+    """Whether a node calls back into Python, or has other effects."""
+    return node.has_effect or bool(_ops_in(node) & CALLBACK_OPS)
+
+
+def _ops_in(node: Node) -> frozenset[str]:
+    return frozenset({node.op, *getattr(node.fn, "primitives", ())})
+
+
+def compile_program(
+    program: Program, device: jax.Device, *, lowering: AbstractContextManager[Any] | None = None
+) -> Compiled:
+    """Compile a run of nodes into one executable for `device`. Blocks; several threads may do it at once.
+
+    Args:
+        program: what to compile.
+        device: what for.
+        lowering: held while JAX traces and lowers, which it does in Python; XLA's own part goes on without.
+
+    Inputs must be on `device` when it is called, or be NumPy arrays. Donated inputs for which no
+    output has the same shape and type are kept, for XLA could not reuse their memory anyway.
+
+    Raises:
+        Exception: what JAX or XLA raise when the program cannot be compiled.
+    """
+    run = function_of(program)
+    settings: Settings = program.config or ()
+    checked = any(value for name, value in settings if name in CHECKS)
+    donated = () if checked else _usable_donations(program)  # to run it again, it needs its inputs
+    # A program without inputs follows nothing committed: it is told its place.
+    place: dict[str, Any] = {} if program.inputs else {"out_shardings": sharding_of(device)}
+    plain = tuple(setting for setting in settings if setting[0] not in CHECKS)
+    with undisturbed(), config_context(plain), jax.default_device(device):
+        jitted = jax.jit(run, donate_argnums=donated, **place)
+        with lowering or contextlib.nullcontext():
+            lowered = jitted.lower(*(aval_of(t, device) for t in program.inputs))
+        compiled = lowered.compile()
+    ops = frozenset().union(*map(_ops_in, program.nodes))
+    cost = _cost_analysis(compiled)
+    return Compiled(
+        call=checking(_caller(program, compiled, jitted, plain, device), program, device, settings),
+        flops=cost.get("flops"),
+        bytes_accessed=cost.get("bytes accessed"),
+        memory=_memory_stats(compiled),
+        has_callback=any(map(calls_back, program.nodes)),
+        has_loop=bool(ops & LOOP_OPS),
+        waits=checked,
+        donated=donated,
+    )
+
+
+def _caller(
+    program: Program, compiled: Any, jitted: Any, settings: Settings, device: jax.Device
+) -> Callable[..., Sequence[Any]]:
+    """What calls a compiled program. It is called with `undisturbed` settings."""
+    call: Callable[..., Sequence[Any]]
+    if any(t.dtype in _SUB_BYTE_DTYPES for t in program.inputs):
+
+        def call(*args: Any) -> Sequence[Any]:
+            with config_context(settings), jax.default_device(device):
+                outs: Sequence[Any] = jitted(*args)
+            return outs
+
+    elif any(dtype_of(t.dtype) in WIDE_DTYPES for t in program.inputs):
+
+        def call(*args: Any) -> Sequence[Any]:
+            with wide_context(args):
+                return compiled(*args)  # type: ignore[no-any-return]
+
+    else:
+        call = _without_its_frame(compiled)
+
+    return call
+
+
+def _without_its_frame(compiled: Any) -> Callable[..., Sequence[Any]]:
+    """What calling an executable calls: one frame of Python less, which is dear where caches are cold."""
+    try:
+        call = compiled._executable.create_cpp_call(compiled._params)
+    except Exception:  # private: it may fail in any way when it changes
+        call = None
+    return compiled if call is None else call  # type: ignore[no-any-return]  # None: it has callbacks
+
+
+# An executable of JAX 0.10 refuses committed arrays of these ("input layouts that disagree"); the
+# jitted function takes them, and finds the compiled executable in JAX's own cache.
+_SUB_BYTE_DTYPES = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
+
+
+def _usable_donations(program: Program) -> tuple[int, ...]:
+    """The donations that JAX can match with an output; it warns about all others, and warnings are process-wide."""
+    free = Counter((t.shape, t.dtype) for t in program.outputs)
+    usable = []
+    for position in program.donate:
+        tensor = program.inputs[position]
+        if free[tensor.shape, tensor.dtype] > 0:
+            free[tensor.shape, tensor.dtype] -= 1
+            usable.append(position)
+    return tuple(usable)
+
+
+def _cost_analysis(compiled: Any) -> dict[str, float]:
+    """XLA's cost counters; {} where a platform has none. JAX calls their structure unstable."""
+    try:
+        cost = compiled.cost_analysis()
+    except Exception:  # platforms without it raise errors of several kinds
+        return {}
+    if isinstance(cost, (list, tuple)):
+        cost = cost[0] if cost else None
+    return {k: float(v) for k, v in cost.items() if isinstance(v, (int, float))} if isinstance(cost, dict) else {}
+
+
+def _memory_stats(compiled: Any) -> MemoryStats:
+    """XLA's memory needs; zeros where a platform reports none."""
+    try:
+        stats = compiled.memory_analysis()
+    except Exception:  # platforms without it raise errors of several kinds
+        stats = None
+
+    def read(name: str) -> int:
+        return int(getattr(stats, name, 0) or 0)
+
+    return MemoryStats(
+        temp_nbytes=read("temp_size_in_bytes"),
+        output_nbytes=read("output_size_in_bytes"),
+        argument_nbytes=read("argument_size_in_bytes"),
+        code_nbytes=read("generated_code_size_in_bytes"),
+    )
