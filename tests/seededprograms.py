@@ -331,6 +331,8 @@ async def sharing_states(w: World) -> None:
         numbers: tuple[Any, ...] = (rng.randint(0, 9), rng.randint(0, 9), fails and rng.random() < 0.25)
         if kind == "watch":
             numbers = ([rng.random() < 0.6 for _ in range(3)], rng.choice(("", "async", "raise")))
+        elif kind == "cancel":
+            numbers = (rng.randint(0, 5), rng.random() < 0.5)
         steps.append((kind, *numbers))
 
     async def between() -> None:
