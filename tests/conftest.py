@@ -77,6 +77,15 @@ def serve_host() -> Iterator[Any]:
         yield host
 
 
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A browser for all tests of pages: `webdriver.Chrome`."""
+    from browsing import browsing
+
+    with browsing(tmp_path_factory.mktemp("chromium")) as driver:
+        yield driver
+
+
 # Blocking calls ----------------------------------------------------------------------------------
 
 blocking_calls: list[str] = []

@@ -13,7 +13,8 @@ import aiopipe
 from processes import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = {path.relative_to(ROOT).as_posix(): path for path in FILES}
 EVERY_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS)
 
 TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
