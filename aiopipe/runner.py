@@ -273,7 +273,7 @@ class Runner:
 
         def job() -> None:
             error = self._launch_segment(run, segment)
-            self._post(lambda: self._feed(self._launched(run, segment, error)))
+            self._post(self._launched_elsewhere, run, segment, error)
 
         lane.post(job)
         return None
@@ -288,14 +288,20 @@ class Runner:
             return error
         return None
 
-    def _launched(self, run: Run, segment: int, error: LaunchError | None) -> Stimulus:
+    def _launched_elsewhere(self, run: Run, segment: int, error: LaunchError | None) -> None:
+        stimulus = self._launched(run, segment, error)
+        if stimulus is not None:
+            self._feed(stimulus)
+
+    def _launched(self, run: Run, segment: int, error: LaunchError | None) -> Stimulus | None:
         if run.events is not None:
             for split in run.loaded.segment_splits[segment]:
                 if run.env.markers[split.index] is not None:
                     run.watch_split(split.index, self._post)
-        if error is not None:
-            return Failed(run.evaluation.id, segment, self._watcher.launch_failed(run, error))
-        return Launched(run.evaluation.id, segment)
+        if error is None:
+            return Launched(run.evaluation.id, segment)
+        self._watcher.launch_failed(run, error, lambda why: self._feed(Failed(run.evaluation.id, segment, why)))
+        return None
 
     def _watch(self, instruction: Watch) -> Stimulus | None:
         return self._watcher.watch(self._runs[instruction.evaluation])
