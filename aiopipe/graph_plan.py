@@ -225,15 +225,16 @@ def compute(
         try:
             with undisturbed():
                 results[:] = plan.launch(ready or plan.load(), values)
-        except asyncio.CancelledError as error:  # the backend's own: nobody has cancelled the evaluation
-            raise _failure(plan, number, error) from None
         finally:
             values.clear()
         for tensor, value in zip(targets, results, strict=bool(targets)):
             _buffer_on(tensor, owner).value = value
         return tuple(results or owner.newest.values())
 
-    event = owner.queue.post(job, name=f"evaluation {number} of {graph.name!r}", reported=True)
+    def instead(error: asyncio.CancelledError) -> EvaluationError:
+        return _failure(plan, number, error)
+
+    event = owner.queue.post(job, name=f"evaluation {number} of {graph.name!r}", reported=True, instead=instead)
 
     def cancel(_: int) -> bool:
         nonlocal dropped

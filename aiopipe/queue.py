@@ -26,6 +26,7 @@ from .lanes import InlineLane, Lane
 __all__ = ["Queue"]
 
 Job = Callable[[], Sequence[Any] | None]
+Instead = Callable[[asyncio.CancelledError], BaseException]
 
 
 class Owner(Protocol):
@@ -43,6 +44,7 @@ class _Entry:
     job: Job
     then: Callable[[], None] | None
     event: Event
+    instead: Instead
     is_mark: bool = False
     reported: bool = False
 
@@ -71,7 +73,13 @@ class Queue:
         return self._unfinished
 
     def post(
-        self, job: Job, then: Callable[[], None] | None = None, *, name: str = "job", reported: bool = False
+        self,
+        job: Job,
+        then: Callable[[], None] | None = None,
+        *,
+        name: str = "job",
+        reported: bool = False,
+        instead: Instead | None = None,
     ) -> Event:
         """Queue a job behind all others.
 
@@ -83,6 +91,8 @@ class Queue:
                 is called straight after the job and does the waiting itself (as `Backend.download` does).
             name: for the event.
             reported: somebody else tells the user of its failure: `synchronize` will not raise it.
+            instead: the error that the event has where the job, or a device, raises `CancelledError`: nobody has
+                cancelled who waits. By default a `RuntimeError`.
 
         Returns:
             An event that happens when the job has finished, after all earlier ones. It has the job's error;
@@ -93,7 +103,7 @@ class Queue:
             WrongLoopError: another event loop has work in the queue.
         """
         event = Event(f"{name} on {self._owner.name}", loop=self._bind())
-        self._add(_Entry(job, then, event, reported=reported))
+        self._add(_Entry(job, then, event, instead or _not_cancelled, reported=reported))
         return event
 
     def record(self, event: Event) -> None:
@@ -111,7 +121,7 @@ class Queue:
                 "events are one-shot, so make another with event_new()"
             )
         event.bind(self._bind())
-        self._add(_Entry(_nothing, None, event, is_mark=True))
+        self._add(_Entry(_nothing, None, event, _not_cancelled, is_mark=True))
         event.recorded = True
 
     def wait(self, event: Event) -> None:
@@ -168,7 +178,7 @@ class Queue:
                 self._finish(item, error)
         if self._unfinished and self._loop is running_loop():
             last = Event(f"close of {self._owner.name}")
-            self._launch(_Entry(_nothing, None, last))
+            self._launch(_Entry(_nothing, None, last, _not_cancelled))
             self._unfinished += 1
             await last.wait()
 
@@ -222,11 +232,12 @@ class Queue:
                 if entry.then is not None and not inline:
                     entry.then()
             except BaseException as raised:  # to whoever waits for the event
-                error = raised
+                error = _own(entry, raised)
 
         def tell(failure: BaseException | None) -> None:
+            outcome = error if error is not None or failure is None else _own(entry, failure)
             with suppress(RuntimeError):  # a closed loop has nobody left to tell
-                loop.call_soon_threadsafe(self._settle, entry, error or failure, inline)
+                loop.call_soon_threadsafe(self._settle, entry, outcome, inline)
 
         try:
             self._owner.notify(values, tell)
@@ -237,8 +248,8 @@ class Queue:
         if entry.then is not None and inline and error is None:
             try:
                 entry.then()
-            except Exception as raised:
-                error = raised
+            except BaseException as raised:  # to whoever waits for the event
+                error = _own(entry, raised)
         self._finish(entry, error)
 
     def _finish(self, entry: _Entry, error: BaseException | None) -> None:
@@ -270,6 +281,17 @@ class Queue:
 
     def _pass(self, event: Event) -> None:
         self._blocked_by = self._blocked_by or event.exception()
+
+
+def _own(entry: _Entry, error: BaseException) -> BaseException:
+    """What the event has of an error that is the job's own, or its device's."""
+    return entry.instead(error) if isinstance(error, asyncio.CancelledError) else error
+
+
+def _not_cancelled(error: asyncio.CancelledError) -> BaseException:
+    failure = RuntimeError(f"a backend raised CancelledError: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _nothing() -> None:
