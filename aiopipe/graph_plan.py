@@ -231,10 +231,7 @@ def compute(
             _buffer_on(tensor, owner).value = value
         return tuple(results or owner.newest.values())
 
-    def instead(error: asyncio.CancelledError) -> EvaluationError:
-        return _failure(plan, number, error)
-
-    event = owner.queue.post(job, name=f"evaluation {number} of {graph.name!r}", reported=True, instead=instead)
+    event = owner.queue.post(job, name=f"evaluation {number} of {graph.name!r}", reported=True)
 
     def cancel(_: int) -> bool:
         nonlocal dropped

@@ -26,7 +26,6 @@ from .lanes import InlineLane, Lane
 __all__ = ["Queue"]
 
 Job = Callable[[], Sequence[Any] | None]
-Instead = Callable[[asyncio.CancelledError], BaseException]
 
 
 class Owner(Protocol):
@@ -44,7 +43,6 @@ class _Entry:
     job: Job
     then: Callable[[], None] | None
     event: Event
-    instead: Instead
     is_mark: bool = False
     reported: bool = False
 
@@ -73,13 +71,7 @@ class Queue:
         return self._unfinished
 
     def post(
-        self,
-        job: Job,
-        then: Callable[[], None] | None = None,
-        *,
-        name: str = "job",
-        reported: bool = False,
-        instead: Instead | None = None,
+        self, job: Job, then: Callable[[], None] | None = None, *, name: str = "job", reported: bool = False
     ) -> Event:
         """Queue a job behind all others.
 
@@ -91,8 +83,6 @@ class Queue:
                 is called straight after the job and does the waiting itself (as `Backend.download` does).
             name: for the event.
             reported: somebody else tells the user of its failure: `synchronize` will not raise it.
-            instead: the error that the event has where the job, or a device, raises `CancelledError`: nobody has
-                cancelled who waits. By default a `RuntimeError`.
 
         Returns:
             An event that happens when the job has finished, after all earlier ones. It has the job's error;
@@ -103,7 +93,7 @@ class Queue:
             WrongLoopError: another event loop has work in the queue.
         """
         event = Event(f"{name} on {self._owner.name}", loop=self._bind())
-        self._add(_Entry(job, then, event, instead or _not_cancelled, reported=reported))
+        self._add(_Entry(job, then, event, reported=reported))
         return event
 
     def record(self, event: Event) -> None:
@@ -121,7 +111,7 @@ class Queue:
                 "events are one-shot, so make another with event_new()"
             )
         event.bind(self._bind())
-        self._add(_Entry(_nothing, None, event, _not_cancelled, is_mark=True))
+        self._add(_Entry(_nothing, None, event, is_mark=True))
         event.recorded = True
 
     def wait(self, event: Event) -> None:
@@ -178,7 +168,7 @@ class Queue:
                 self._finish(item, error)
         if self._unfinished and self._loop is running_loop():
             last = Event(f"close of {self._owner.name}")
-            self._launch(_Entry(_nothing, None, last, _not_cancelled))
+            self._launch(_Entry(_nothing, None, last))
             self._unfinished += 1
             await last.wait()
 
@@ -232,12 +222,11 @@ class Queue:
                 if entry.then is not None and not inline:
                     entry.then()
             except BaseException as raised:  # to whoever waits for the event
-                error = _own(entry, raised)
+                error = self._uncancelled(raised)
 
         def tell(failure: BaseException | None) -> None:
-            outcome = error if error is not None or failure is None else _own(entry, failure)
             with suppress(RuntimeError):  # a closed loop has nobody left to tell
-                loop.call_soon_threadsafe(self._settle, entry, outcome, inline)
+                loop.call_soon_threadsafe(self._settle, entry, error or self._uncancelled(failure), inline)
 
         try:
             self._owner.notify(values, tell)
@@ -248,9 +237,20 @@ class Queue:
         if entry.then is not None and inline and error is None:
             try:
                 entry.then()
-            except BaseException as raised:  # to whoever waits for the event
-                error = _own(entry, raised)
+            except (KeyboardInterrupt, SystemExit) as raised:  # on the loop's own thread: it ends the program
+                self._finish(entry, raised)
+                raise
+            except BaseException as raised:
+                error = self._uncancelled(raised)
         self._finish(entry, error)
+
+    def _uncancelled(self, raised: BaseException | None) -> BaseException | None:
+        """What a device or somebody's function raised. Nobody has cancelled the job, whatever they say."""
+        if not isinstance(raised, asyncio.CancelledError):
+            return raised
+        error = RuntimeError(f"something on {self._owner.name!r} raised asyncio.CancelledError: {raised}")
+        error.__cause__ = raised
+        return error
 
     def _finish(self, entry: _Entry, error: BaseException | None) -> None:
         self._unfinished -= 1
@@ -281,17 +281,6 @@ class Queue:
 
     def _pass(self, event: Event) -> None:
         self._blocked_by = self._blocked_by or event.exception()
-
-
-def _own(entry: _Entry, error: BaseException) -> BaseException:
-    """What the event has of an error that is the job's own, or its device's."""
-    return entry.instead(error) if isinstance(error, asyncio.CancelledError) else error
-
-
-def _not_cancelled(error: asyncio.CancelledError) -> BaseException:
-    failure = RuntimeError(f"a backend raised CancelledError: {error}")
-    failure.__cause__ = error
-    return failure
 
 
 def _nothing() -> None:

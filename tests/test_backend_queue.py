@@ -335,7 +335,7 @@ class TestVirtualTime:
 
 @pytest.mark.parametrize("spec", ["cpu:0", "sim:0"])
 @pytest.mark.parametrize("where", ["job", "then", "device"])
-@pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError, GeneratorExit])
 async def test_whatever_is_raised_fails_the_job_and_nobody_is_cancelled(
     error: type[BaseException], where: str, spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -301,9 +301,8 @@ class TestEvaluations:
         (backend,) = Cluster(1, compute=True).backends
         async with Later() as other:
             for owner in (backend, other):
-                with pytest.raises(ap.EvaluationError, match="by the operation") as caught:
+                with pytest.raises(ap.EvaluationError, match="by the operation"):
                     await owner.graph_compute(chain([HostOp(fail)]), array())
-                assert isinstance(caught.value.__cause__, asyncio.CancelledError)
         first = ap.Event("first")
         backend.event_wait(first)
         behind = backend.graph_compute_async(chain(1), array())
