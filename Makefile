@@ -19,7 +19,7 @@ SERVE_ARGS ?=
 
 PIP = $(1)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo serve test test-oldest lint api docs coverage mutants soak bench clean
+.PHONY: help demo serve test test-oldest lint api docs dist clean-install coverage mutants soak bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -50,6 +50,12 @@ api: $(VENV)/.installed-test  ## write docs/api.md from the docstrings
 docs: $(VENV)/.installed-docs  ## build the docs site into site/, without a network; warnings are errors
 	@$(VENV)/bin/zensical build --strict --clean
 	@echo "open site/index.html; for the search too: $(PYTHON) -m http.server -b 127.0.0.1 -d site 8001"
+
+dist: $(VENV)/.installed-test  ## build the wheel and the source distribution into dist/, and check what is in them
+	@$(VENV)/bin/python scripts/distributions.py
+
+clean-install:  ## install the wheel into an environment of its own, from the registry, and run what it documents
+	@scripts/clean_install.sh $(PYTHON)
 
 coverage: $(VENV)/.installed-test  ## branch coverage of aiopipe by all tests; fails below what pyproject.toml asks for
 	@rm -f .coverage .coverage.*

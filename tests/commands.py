@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from typer.testing import CliRunner
 
+import aiopipe as ap
 from aiopipe.cli.app import app
+from aiopipe.devices.sim import Cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,6 +61,22 @@ def fails(params, x):
 
     return model(params, jax.pure_callback(no, x, x))
 '''
+
+
+def save_timeline(path: Path) -> None:
+    """What two simulated devices did, the second half as long as the first: the same in every run."""
+    graph = ap.trace(lambda w, x: x @ w @ w @ w, np.ones((64, 64), np.float32), np.ones((4, 64), np.float32))
+    cluster = Cluster(2, node_cost_s=1e-3, link_bytes_per_s=1e6)
+
+    async def main() -> None:
+        async with ap.Scheduler(cluster.backends, n_copies=4, timeline=True) as sched:
+            sched.set_cut(graph, [0, 0, 1])
+            async for _ in sched.stream(graph, [np.ones((4, 64), np.float32)] * 10):
+                pass
+            assert sched.timeline is not None
+            sched.timeline.save(path)
+
+    ap.run_sync(main)
 
 
 class Answer(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import MODEL, ROOT, call, interrupted, run
+from commands import MODEL, ROOT, call, interrupted, run, save_timeline
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -28,11 +28,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_help_has_every_command_and_the_exit_codes() -> None:
     text = call("--help").out
-    assert all(name in text for name in ("devices", "plan", "bench", "serve", "example"))
+    assert all(name in text for name in ("devices", "plan", "bench", "timeline", "serve", "example"))
     assert "130" in text
 
 
-@pytest.mark.parametrize("command", ["devices", "plan", "bench", "example"])
+@pytest.mark.parametrize("command", ["devices", "plan", "bench", "timeline", "example"])
 def test_help_of_a_command_has_examples(command: str) -> None:
     text = call(command, "--help").out
     assert f"aiopipe {command}" in text and "--json" in text
@@ -270,6 +270,30 @@ def test_ctrl_c_while_measuring_is_130(folder: Path) -> None:
     answer = interrupted(*argv, folder=folder, when="measuring")
     assert answer.code == 130 and answer.out == ""
     assert answer.err.endswith("interrupted\n") and "Traceback" not in answer.err
+
+
+# timeline ----------------------------------------------------------------------------------------
+
+
+def test_timeline(folder: Path) -> None:
+    save_timeline(folder / "run.json")
+    text = call("timeline", "run.json").out
+    assert "sim:0" in text and "10 evaluations in 22.0 ms" in text
+    found = call("timeline", "run.json", "--plot", "run.png", "--json").json
+    first, second = found["devices"]
+    # 2 ms and 1 ms for each evaluation; the copy of 1 KB between them takes another.
+    assert (first["busy_s"], second["busy_s"]) == (pytest.approx(20e-3), pytest.approx(10e-3))
+    assert found["seconds"] == pytest.approx(20e-3 + 1.024e-3 + 1e-3)
+    assert found["overlap"]["seconds"] == pytest.approx(9e-3)
+    assert (first["splits"], second["copies"], second["copied_nbytes"]) == (10, 10, 10 * 4 * 64 * 4)
+    assert (folder / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_timeline_that_is_none(folder: Path) -> None:
+    assert "no file" in call("timeline", "nothing.json", code=2).err
+    (folder / "bad.json").write_text("{}", encoding="utf-8")
+    assert "no timeline" in call("timeline", "bad.json", code=1).err
+    assert "no timeline" in call("timeline", "bad.json", "--json", code=1).json["error"]["message"]
 
 
 # example, serve ----------------------------------------------------------------------------------

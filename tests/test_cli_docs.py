@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aiopipe.cli.outcome import ExitCode
-from commands import ROOT, call, run
+from commands import ROOT, call, run, save_timeline
 
 TEXT = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 CONSOLE = re.compile(r"^```console\n\$ aiopipe (.*?)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -28,6 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     module = re.search(r"^```py\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     assert module is not None
     (tmp_path / "my_model.py").write_text(module[1], encoding="utf-8")
+    save_timeline(tmp_path / "run.json")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_model", raising=False)
@@ -35,9 +36,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def comparable(command: str, text: str) -> str:
-    """The lines of an output without blanks at their ends; with N for a number, and one blank for many, if measured."""
-    lines = [line.rstrip() for line in text.strip().splitlines()]
-    if command.split()[0] in MEASURED:
+    """The lines of an output without blanks at their ends; with N for a number, and one blank for many, if measured.
+
+    Of the devices only their names, as the rest is JAX's, and of a folder nothing.
+    """
+    lines = [line.rstrip() for line in text.strip().splitlines() if not line.startswith("to read: ")]
+    if command.startswith("devices"):
+        lines = [line.split()[0] for line in lines]
+    elif command.split()[0] in MEASURED:
         lines = [re.sub(r" +", " ", NUMBER.sub("N", line)).strip() for line in lines]
     return "\n".join(lines)
 
@@ -69,7 +75,7 @@ def fields(found: Any, path: str = "") -> Iterator[str]:
 
 def documented(command: str) -> set[str]:
     """The fields that the page lists of a command; ``.type`` behind ``devices[].name`` is ``devices[].type``."""
-    table = re.search(rf"^Of `{command}`:\n\n(.*?)\n\n", TEXT, re.MULTILINE | re.DOTALL)
+    table = re.search(rf"^Of `{command}`.*?:\n\n(.*?)\n\n", TEXT, re.MULTILINE | re.DOTALL)
     assert table is not None
     found: set[str] = set()
     for row in table[1].splitlines()[2:]:
@@ -88,6 +94,8 @@ def documented(command: str) -> set[str]:
         ("devices",),
         ("plan", "my_model:model", "--input", "4x512"),
         ("bench", "my_model:model", "--input", "4x512", "--rounds", "1", "--evaluations", "4"),
+        ("timeline", "run.json"),
+        ("example",),
     ],
     ids=lambda argv: argv[0],
 )

@@ -68,9 +68,10 @@ async def test_smollm2_over_http_and_sigterm() -> None:
 
 
 def test_aiopipe_serve_says_where_as_json_and_ctrl_c_ends_it(tmp_path: Path) -> None:
-    model = ("--model", str(TINY), "--name", "tiny", "--no-embeddings", "--rows", "1", "--n-ctx", "32", "--chunk", "8")
+    model = ("--model", str(TINY), "--name", "tiny", "--no-embeddings", "--devices", "cpu:0")
+    sizes = ("--rows", "1", "--n-ctx", "32", "--chunk", "8")
     with subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "aiopipe", "serve", *model, "--devices", "cpu:0", "--port", "0", "--json"],
+        [sys.executable, "-W", "error", "-m", "aiopipe", "serve", *model, *sizes, "--port", "0", "--json"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
         stdout=subprocess.PIPE,

@@ -57,7 +57,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("cli.estimate", "cli.interrupt", "cli.progress", "cli.words"),
     ("cli.outcome",),
     ("cli.bench_report", "cli.devices", "cli.examples", "cli.loop", "cli.plan_report", "cli.quantities", "cli.target"),
-    ("cli.devices_of", "cli.values"),
+    ("cli.devices_of", "cli.timeline", "cli.values"),
     ("cli.bench", "cli.plan"),
     ("cli.app",),
     ("cli",),

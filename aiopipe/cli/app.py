@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import typer
@@ -19,6 +20,7 @@ from .outcome import ExitCode, UsageError, carry_out
 from .plan import Request, plan_it, traced
 from .plan_report import Planned
 from .target import find, start_jax
+from .timeline import read_timeline
 
 __all__ = ["app"]
 
@@ -219,6 +221,17 @@ def bench_command(
         return ctrl_c.run(measure(bench))
 
     carry_out("bench", work, as_json=as_json, debug=debug)
+
+
+@app.command(name="timeline", epilog=epilog("timeline run.json", "timeline run.json.gz --plot run.png --json"))
+def timeline_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What Timeline.save has written.")],
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: a PNG, SVG or PDF file.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> NoReturn:
+    """Show from a saved timeline how busy each device was and how much they overlapped."""
+    carry_out("timeline", lambda _: read_timeline(file, plot), as_json=as_json, debug=debug)
 
 
 @app.command(
