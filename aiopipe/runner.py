@@ -27,6 +27,7 @@ from .sched.launch import LaunchError
 from .sched.state import RunState
 from .sched.stimuli import (
     Admit,
+    Begin,
     Cancel,
     Captured,
     Failed,
@@ -113,15 +114,21 @@ class Runner:
 
         It fails if it is not done `deadline` seconds from now (None: `self.deadline`).
         """
-        loop = self.enter()
+        loop = self._mailbox.loop
+        if loop is None or self.closed or asyncio._get_running_loop() is not loop:
+            loop = self.enter()
         for backend in loaded.backends:
             backend.check_open()
         of = loaded.plan.graph.name, loop, self.cancel, self.split_events, len(loaded.splits)
         evaluation = Evaluation(self.n_submitted, *of)
         self.n_submitted += 1
         run = self._runs[evaluation.id] = Run(evaluation, loaded, values, state)
-        depends = self._to_observe(run) if observed and self.eval_callback is not None else loaded.depends
-        self._feed(Submit(evaluation.id, depends, None if state is None else id(state)))
+        if state is not None or (observed and self.eval_callback is not None):
+            depends = self._to_observe(run) if observed and self.eval_callback is not None else loaded.depends
+            self._feed(Submit(evaluation.id, depends, None if state is None else id(state)))
+        else:
+            prompt = loaded.prompt and loaded.captures_inline(values)
+            self._feed(Submit(evaluation.id, loaded.depends, None, prompt))
         if deadline is None:
             deadline = self.deadline
         if deadline is not None and deadline < math.inf and not evaluation._done:
@@ -237,6 +244,26 @@ class Runner:
         self.lanes.capture.post(job)
         return None
 
+    def _begin(self, instruction: Begin) -> Stimulus | None:
+        run = self._runs[instruction.evaluation]
+        loaded = run.loaded
+        run.evaluation.copy_id = instruction.copy_id
+        try:
+            loaded.capture(instruction.copy_id, run.values, run.env.slots)
+        except BaseException as error:
+            return self._captured(run, _of_the_evaluation(error))
+        run.captured, run.values = True, ()
+        if run.admitted is not None and not run.admitted.done():
+            run.admitted.set_result(None)
+        try:
+            run.launch(loaded.splits, self._busy)
+        except LaunchError as error:
+            _of_the_evaluation(error.__cause__)
+            return self._launched(run, 0, error)
+        if run.events is not None:
+            self._watch_splits(run, 0)
+        return self._watcher.watch(run)
+
     @staticmethod
     def _capture(run: Run) -> BaseException | None:
         try:
@@ -290,12 +317,15 @@ class Runner:
 
     def _launched(self, run: Run, segment: int, error: LaunchError | None) -> Stimulus:
         if run.events is not None:
-            for split in run.loaded.segment_splits[segment]:
-                if run.env.markers[split.index] is not None:
-                    run.watch_split(split.index, self._post)
+            self._watch_splits(run, segment)
         if error is not None:
             return Failed(run.evaluation.id, segment, self._watcher.launch_failed(run, error))
         return Launched(run.evaluation.id, segment)
+
+    def _watch_splits(self, run: Run, segment: int) -> None:
+        for split in run.loaded.segment_splits[segment]:
+            if run.env.markers[split.index] is not None:
+                run.watch_split(split.index, self._post)
 
     def _watch(self, instruction: Watch) -> Stimulus | None:
         return self._watcher.watch(self._runs[instruction.evaluation])
@@ -327,6 +357,7 @@ class Runner:
 
     _carry_out: ClassVar[dict[type, Callable[[Runner, Any], Stimulus | None]]] = {
         Admit: _admit,
+        Begin: _begin,
         Launch: _launch,
         Watch: _watch,
         Resolve: _resolve,

@@ -228,7 +228,7 @@ BOOM = RuntimeError("boom")
     ("stimulus", "message"),
     [
         (Captured(7), "Captured(evaluation=7): no such evaluation is under way"),
-        (Submit(0, ONE), "Submit(evaluation=0, depends=((),), state=None): that evaluation is under way already"),
+        (Submit(0, ONE), f"{Submit(0, ONE)}: that evaluation is under way already"),
         (Launched(0, 0), "Launched(evaluation=0, segment=0): the evaluation is capturing, expected running"),
         (Completed(0), "Completed(evaluation=0, error=None): the evaluation is capturing, expected draining"),
         (Failed(0, 0, BOOM), f"{Failed(0, 0, BOOM)}: the evaluation is capturing, expected running"),

@@ -306,7 +306,9 @@ class Scheduler:
         loaded = self._plans.get(graph)
         if loaded is None or state is not None or graph.state:
             loaded = await self._ready.for_evaluation(graph, state)
-        return await self._runner.submit(loaded, values, state, deadline=seconds_of(deadline))
+        if deadline is not None:
+            deadline = seconds_of(deadline)
+        return await self._runner.submit(loaded, values, state, deadline=deadline)
 
     async def graph_compute(
         self, graph: Graph, *inputs: Any, state: State | None = None, deadline: float | None = None
