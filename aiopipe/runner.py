@@ -44,7 +44,7 @@ from .state import State
 from .statistics import BusyClock
 from .watcher import Watcher
 
-__all__ = ["Runner", "seconds_of"]
+__all__ = ["Runner"]
 
 
 class Runner:
@@ -300,7 +300,7 @@ class Runner:
 
         def job() -> None:
             error = self._launch_segment(run, segment)
-            self._post(lambda: self._feed(self._launched(run, segment, error)))
+            self._post(self._launched_elsewhere, run, segment, error)
 
         lane.post(job)
         return None
@@ -315,12 +315,18 @@ class Runner:
             return error
         return None
 
-    def _launched(self, run: Run, segment: int, error: LaunchError | None) -> Stimulus:
+    def _launched_elsewhere(self, run: Run, segment: int, error: LaunchError | None) -> None:
+        stimulus = self._launched(run, segment, error)
+        if stimulus is not None:
+            self._feed(stimulus)
+
+    def _launched(self, run: Run, segment: int, error: LaunchError | None) -> Stimulus | None:
         if run.events is not None:
             self._watch_splits(run, segment)
-        if error is not None:
-            return Failed(run.evaluation.id, segment, self._watcher.launch_failed(run, error))
-        return Launched(run.evaluation.id, segment)
+        if error is None:
+            return Launched(run.evaluation.id, segment)
+        self._watcher.launch_failed(run, error, lambda why: self._feed(Failed(run.evaluation.id, segment, why)))
+        return None
 
     def _watch_splits(self, run: Run, segment: int) -> None:
         for split in run.loaded.segment_splits[segment]:
@@ -390,14 +396,3 @@ def _of_the_evaluation(error: BaseException | None) -> BaseException | None:
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         raise error
     return error
-
-
-def seconds_of(deadline: float | None) -> float | None:
-    """A deadline as a caller gives it: seconds; None for none.
-
-    Raises:
-        ValueError: it is negative or not a number.
-    """
-    if deadline is not None and not deadline >= 0:
-        raise ValueError(f"deadline is {deadline!r}: expected seconds, at least 0 (math.inf for no limit)")
-    return deadline

@@ -10,7 +10,7 @@ from .run import Run
 from .sched.launch import LaunchError
 from .sched.stimuli import Completed
 
-__all__ = ["Watcher"]
+__all__ = ["Watcher", "seconds_of"]
 
 
 class Watcher:
@@ -27,13 +27,21 @@ class Watcher:
         self._post = post
         self._feed = feed
 
-    def launch_failed(self, run: Run, error: LaunchError) -> BaseException:
-        """What the caller gets of an evaluation of which a split could not be launched."""
+    def launch_failed(self, run: Run, error: LaunchError, then: Callable[[BaseException], None]) -> None:
+        """Call ``then(what the caller gets)`` of an evaluation of which a split could not be launched.
+
+        What it would have read may come from an evaluation that is not known to have failed yet.
+        """
         run.broken = True
-        if (refused := run.inherited()) is not None:
-            return refused
-        guilty = blamed(run.loaded.splits, run.env.markers, error)
-        return failure(run.loaded.plan, run.evaluation.id, *guilty)
+
+        def tell(refused: StateError | None) -> None:
+            if refused is None:
+                guilty = blamed(run.loaded.splits, run.env.markers, error)
+                then(failure(run.loaded.plan, run.evaluation.id, *guilty))
+            else:
+                then(refused)
+
+        self.after_earlier(run, tell)
 
     def overdue(self, run: Run, deadline_s: float) -> DeadlineExceeded:
         """What the caller gets of an evaluation that is not done in time."""
@@ -127,3 +135,14 @@ class Watcher:
             earlier[-1].end().add_callback(lambda _: self.after_earlier(run, then))
         else:
             then(run.inherited())
+
+
+def seconds_of(deadline: float | None) -> float | None:
+    """A deadline as a caller gives it: seconds; None for none.
+
+    Raises:
+        ValueError: it is negative or not a number.
+    """
+    if deadline is not None and not deadline >= 0:
+        raise ValueError(f"deadline is {deadline!r}: expected seconds, at least 0 (math.inf for no limit)")
+    return deadline

@@ -30,10 +30,13 @@ from hypothesis import HealthCheck, settings
 # Before JAX starts, and nowhere else: the number cannot be changed later.
 jax.config.update("jax_num_cpu_devices", 6)
 
-# Examples take as long as the machine lets them. AIOPIPE_HYPOTHESIS=thorough tries far more of them, in as long as
-# that takes: `AIOPIPE_HYPOTHESIS=thorough pytest --timeout 0 -k properties`.
-settings.register_profile("aiopipe", deadline=None)
-settings.register_profile("thorough", deadline=None, max_examples=2000, suppress_health_check=list(HealthCheck))
+# Examples take as long as the machine lets them. AIOPIPE_HYPOTHESIS=thorough is for long runs by hand, AIOPIPE_EXAMPLES
+# says how many examples each property gets; docs/testing.md has the commands.
+N_EXAMPLES = int(os.environ.get("AIOPIPE_EXAMPLES", 250))
+settings.register_profile("aiopipe", deadline=None, max_examples=N_EXAMPLES)
+settings.register_profile(
+    "thorough", deadline=None, max_examples=N_EXAMPLES, suppress_health_check=list(HealthCheck), database=None
+)
 settings.load_profile(os.environ.get("AIOPIPE_HYPOTHESIS", "aiopipe"))
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,6 +78,15 @@ def serve_host() -> Iterator[Any]:
 
     with hosting() as host:
         yield host
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A browser for all tests of pages: `webdriver.Chrome`."""
+    from browsing import browsing
+
+    with browsing(tmp_path_factory.mktemp("chromium")) as driver:
+        yield driver
 
 
 # Blocking calls ----------------------------------------------------------------------------------

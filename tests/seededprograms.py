@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import aiopipe as ap
-from aiopipe import _threads, runner, staging
+from aiopipe import _loops, _threads, staging
 from aiopipe.backend import Backend
 from aiopipe.devices.sim import HostOp
 from aiopipe.graph import Graph
@@ -58,7 +58,7 @@ def run(name: str, kind: Kind, seed: int, prepare: Callable[[World], None] = lam
 
     bad.clear()
     with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "YIELD_S", schedule.rng.choice((-1.0, math.inf)))  # it looks at the real clock
+        patch.setattr(_loops, "YIELD_S", schedule.rng.choice((-1.0, math.inf)))  # it looks at the real clock
         play(main, schedule)
     return schedule
 
@@ -331,6 +331,8 @@ async def sharing_states(w: World) -> None:
         numbers: tuple[Any, ...] = (rng.randint(0, 9), rng.randint(0, 9), fails and rng.random() < 0.25)
         if kind == "watch":
             numbers = ([rng.random() < 0.6 for _ in range(3)], rng.choice(("", "async", "raise")))
+        elif kind == "cancel":
+            numbers = (rng.randint(0, 5), rng.random() < 0.5)
         steps.append((kind, *numbers))
 
     async def between() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster
+from plays import ACTS
 from simgraphs import array, captures_logged, check_happens_before, settled
 from simplay import Play, flat
 from simprograms import GraphSpec, bad, build, expected, graph_specs, same
@@ -63,22 +64,6 @@ def test_drawn_graphs_equal_the_unsplit_run_and_nothing_happens_too_early(
 
 # Everything at once ------------------------------------------------------------------------------
 
-STEPS = st.one_of(
-    st.tuples(st.just("submit"), st.integers(0, 2), st.integers(0, 3), st.sampled_from([False, False, False, True])),
-    st.tuples(st.just("submit"), st.integers(0, 2), st.integers(0, 3), st.just(False)),
-    st.tuples(st.just("cancel"), st.integers(0, 30), st.booleans()),
-    st.tuples(st.just("sleep"), st.sampled_from([0.0, 0.5, 1.0, 7.0])),
-    st.tuples(st.just("yield"), st.integers(1, 3)),
-    st.tuples(st.just("snapshot"), st.integers(0, 3)),
-    st.tuples(st.just("fork"), st.integers(0, 3)),
-    st.tuples(st.just("reset"), st.integers(0, 3)),
-    st.tuples(st.just("restore"), st.integers(0, 3), st.integers(0, 9)),
-    st.tuples(
-        st.just("watch"), st.lists(st.booleans(), min_size=1, max_size=5), st.sampled_from(["", "async", "raise"])
-    ),
-    st.tuples(st.just("unwatch")),
-)
-
 
 @given(
     specs=st.integers(0, 3).flatmap(lambda n: st.lists(graph_specs(n_leaves=n), min_size=1, max_size=3)),
@@ -87,10 +72,10 @@ STEPS = st.one_of(
     n_states=st.integers(1, 3),
     latency_s=LATENCIES,
     planned=st.booleans(),
-    steps=st.lists(STEPS, min_size=1, max_size=30),
+    acts=ACTS,
 )
 def test_whatever_is_submitted_cancelled_and_goes_wrong(
-    specs: list[GraphSpec], n_devices: int, n_copies: int, n_states: int, latency_s: float, planned: bool, steps: Any
+    specs: list[GraphSpec], n_devices: int, n_copies: int, n_states: int, latency_s: float, planned: bool, acts: Any
 ) -> None:
     bad.clear()
 
@@ -103,12 +88,10 @@ def test_whatever_is_submitted_cancelled_and_goes_wrong(
             play = Play(cluster, sched, graphs, n_states)
             for state in play.states if planned else ():
                 await sched.alloc_graph(graphs[0], state=state)
-            await play.run(steps)
+            await play.run(acts)
             await sched.synchronize()
             settled(sched)
             play.check()
 
     with jax.enable_x64(True):
         asyncio.run(main())
-
-

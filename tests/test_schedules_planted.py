@@ -133,8 +133,8 @@ class Boxes:
 
     def read(self) -> None:
         for box in self.known:
-            if box._messages and box._loop is not None:
-                box._loop.call_soon_threadsafe(box._read)
+            if box._messages and box.loop is not None:
+                box.loop.call_soon_threadsafe(box._read)
 
 
 @plant("mailing", "lanes", "nothing could happen")

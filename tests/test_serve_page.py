@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,36 +16,10 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 import aiopipe as ap
+from browsing import NEEDS_BROWSER
 from serving import CHAT, Host, held
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-
-pytestmark = [
-    pytest.mark.timeout(150),
-    pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs Chromium and its chromedriver, which are not installed"),
-]
-
-OPTIONS = (
-    "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-background-networking --no-first-run "
-    "--disable-component-update --disable-default-apps --disable-sync --disable-extensions"
-).split()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(BROWSER)
-    for option in (*OPTIONS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(option)
-    # Nothing but this machine can be reached.
-    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(DRIVER)))
-    try:
-        yield driver
-    finally:
-        driver.quit()
+pytestmark = [pytest.mark.timeout(150), NEEDS_BROWSER]
 
 
 class Page:

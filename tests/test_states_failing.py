@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import aiopipe as ap
-from aiopipe.devices.sim import Cluster, HostOp
+from aiopipe.devices.sim import Cluster, HostOp, SimBackend, SimValue
+from aiopipe.devices.simvalue import read
 from aiopipe.graph import Graph
 from aiopipe.graph_builder import GraphBuilder
 from simgraphs import SPEC, array, settled
@@ -278,6 +279,53 @@ async def test_an_abort_marks_the_state() -> None:  # S25
         assert isinstance(info.value.__cause__, ap.EvaluationAborted)
         await state.reset()
         assert np.array_equal(await sched.graph_compute(graph, array(3), state=state), by_hand(4, [array(3)])[0])
+        settled(sched)
+
+
+def _unless_7(s: Any, x: Any) -> Any:
+    if int(x[0]) == 7000:
+        raise ArithmeticError("poisoned")
+    return s + x
+
+
+def beside() -> Graph:
+    """Adds the input to the state, unless that is the seventh; something slow beside it, and a result of both."""
+    b = GraphBuilder("beside")
+    x = b.input("x", *SPEC)
+    leaf = b.state("s", *SPEC)
+    (other,) = b.node("other", [x], [SPEC], fn=HostOp(lambda x: x * 2, cost_s=9.0))
+    (new,) = b.node("add", [leaf, x], [SPEC], fn=HostOp(_unless_7, cost_s=1.0))
+    (out,) = b.node("show", [leaf, other], [SPEC], fn=SHOW)
+    return b.build([out], new_state=[new])
+
+
+async def test_an_evaluation_that_cannot_be_launched_behind_one_that_failed_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on the CPU, where a value that failed cannot be brought to another device."""
+    transfer = SimBackend.transfer
+
+    def reading(self: SimBackend, values: Sequence[Any]) -> Sequence[Any]:
+        for value in values:
+            if isinstance(value, SimValue) and value.is_ready():
+                read(value)
+        return transfer(self, values)
+
+    monkeypatch.setattr(SimBackend, "transfer", reading)
+    cluster = Cluster(2, compute=True)
+    graph, state = beside(), zeros(1)
+    async with ap.Scheduler(cluster.backends) as sched:
+        sched.set_cut(graph, [1, 0, 1])
+        await sched.graph_compute(graph, array(1), state=state)
+        first = await sched.graph_compute_async(graph, array(7), state=state)
+        await cluster.clock.sleep(5.0)
+        assert not first.done(), "it still computes the other thing"
+        second = await sched.graph_compute_async(graph, array(2), state=state)
+        with pytest.raises(ap.StateError) as refused:
+            await second
+        with pytest.raises(ap.EvaluationError, match="poisoned") as info:
+            await first
+        assert refused.value.__cause__ is info.value
         settled(sched)
 
 

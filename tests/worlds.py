@@ -60,6 +60,7 @@ class SimDevice(SimBackend):
     def __init__(self, cluster: Cluster, index: int, eyes: Eyes, threads: bool, dispatch: Any) -> None:
         super().__init__(cluster, cluster.backends[index].unit, dispatch=dispatch)
         self._eyes = eyes
+        self.has_threads = threads
         self._completion = ThreadLane(f"{self.name}-completion") if threads else None
 
     def all_ready(self, values: Sequence[Any]) -> bool:
@@ -84,12 +85,9 @@ class SimDevice(SimBackend):
             return super().make_lane(own=own)
         return ThreadLane(self.name if own else "sim-dispatch")
 
-    async def aclose(self) -> None:
-        try:
-            await super().aclose()
-        finally:
-            if self._completion is not None:
-                await ap.backend.in_thread(self._completion.close, "close")
+    def end_threads(self) -> None:
+        if self._completion is not None:
+            self._completion.close()
 
 
 _compiled: dict[Any, Executable] = {}

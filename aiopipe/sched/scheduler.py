@@ -23,11 +23,12 @@ from ..observe import EvalCallback, Pieces
 from ..plans import Plans
 from ..ready import Ready
 from ..registry import index_of, with_host
-from ..runner import Runner, seconds_of
+from ..runner import Runner
 from ..state import State
 from ..states import States
 from ..statistics import BusyClock, Statistics
 from ..streaming import stream_in_order
+from ..watcher import seconds_of
 from .alloc import choose_buffer_types, memory_limits
 from .plan import Plan
 
