@@ -22,6 +22,7 @@ from .lane_pool import LanePool
 from .loader import Loaded
 from .mailbox import Mailbox
 from .observe import EvalCallback, Observation, Pieces
+from .recorder import Recorder
 from .run import Run
 from .sched.launch import LaunchError
 from .sched.state import RunState
@@ -41,8 +42,7 @@ from .sched.stimuli import (
     Watch,
 )
 from .state import State
-from .statistics import BusyClock
-from .watcher import Watcher
+from .watcher import Watcher, of_the_evaluation
 
 __all__ = ["Runner"]
 
@@ -53,7 +53,7 @@ class Runner:
     Args:
         n_copies: how many slots there are.
         pieces: compiles what is observed.
-        busy: told when each split began and ended, if somebody wants to know.
+        recorder: told what happens when, if somebody wants to know.
 
     Attributes:
         eval_callback: observes the evaluations that are submitted from now on.
@@ -61,7 +61,7 @@ class Runner:
         deadline: seconds that an evaluation may take, where `submit` is told nothing else.
     """
 
-    def __init__(self, n_copies: int, pieces: Pieces, busy: BusyClock | None = None) -> None:
+    def __init__(self, n_copies: int, pieces: Pieces, recorder: Recorder | None = None) -> None:
         self.state = RunState(n_copies)
         self.lanes = LanePool()
         self.eval_callback: EvalCallback | None = None
@@ -69,11 +69,11 @@ class Runner:
         self.n_submitted = 0
         self.closed = False
         self._pieces = pieces
-        self._busy = busy
+        self._recorder = recorder
         self._runs: dict[int, Run] = {}
         self._mailbox = Mailbox()
         self._post = self._mailbox.post
-        self._watcher = Watcher(self._runs, self._post, self._feed)
+        self._watcher = Watcher(self._runs, self._post, self._feed, recorder)
         self._stimuli: deque[Stimulus] = deque()
         self._feeding = False
         self._turns = Turns()
@@ -123,6 +123,8 @@ class Runner:
         evaluation = Evaluation(self.n_submitted, *of)
         self.n_submitted += 1
         run = self._runs[evaluation.id] = Run(evaluation, loaded, values, state)
+        if self._recorder is not None:
+            self._recorder.submitted(run)
         if state is not None or (observed and self.eval_callback is not None):
             depends = self._to_observe(run) if observed and self.eval_callback is not None else loaded.depends
             self._feed(Submit(evaluation.id, depends, None if state is None else id(state)))
@@ -234,11 +236,15 @@ class Runner:
     def _admit(self, instruction: Admit) -> Stimulus | None:
         run = self._runs[instruction.evaluation]
         run.evaluation.copy_id = instruction.copy_id
+        if self._recorder is not None and run.admitted is not None and run.times:  # somebody waits for it
+            self._recorder.admitted(run)
         if run.loaded.captures_inline(run.values):
-            return self._captured(run, _of_the_evaluation(self._capture(run)))
+            return self._captured(run, of_the_evaluation(self._capture(run)))
 
         def job() -> None:
             error = self._capture(run)
+            if self._recorder is not None and run.times:
+                self._recorder.captured(run)
             self._post(lambda: self._feed(self._captured(run, error)))
 
         self.lanes.capture.post(job)
@@ -246,22 +252,21 @@ class Runner:
 
     def _begin(self, instruction: Begin) -> Stimulus | None:
         run = self._runs[instruction.evaluation]
-        loaded = run.loaded
         run.evaluation.copy_id = instruction.copy_id
-        try:
-            loaded.capture(instruction.copy_id, run.values, run.env.slots)
-        except BaseException as error:
-            return self._captured(run, _of_the_evaluation(error))
+        if self._recorder is not None and run.admitted is not None and run.times:
+            self._recorder.admitted(run)
+        error = self._capture(run)
+        if error is not None:
+            return self._captured(run, of_the_evaluation(error))
         run.captured, run.values = True, ()
         if run.admitted is not None and not run.admitted.done():
             run.admitted.set_result(None)
-        try:
-            run.launch(loaded.splits, self._busy)
-        except LaunchError as error:
-            _of_the_evaluation(error.__cause__)
-            return self._launched(run, 0, error)
+        failed = self._launch_segment(run, 0)
+        if failed is not None:
+            of_the_evaluation(failed.__cause__)
+            return self._launched(run, 0, failed)
         if run.events is not None:
-            self._watch_splits(run, 0)
+            run.watch_splits(run.loaded.splits, self._post)
         return self._watcher.watch(run)
 
     @staticmethod
@@ -295,7 +300,7 @@ class Runner:
         if type(lane) is InlineLane:
             error = self._launch_segment(run, segment)
             if error is not None:
-                _of_the_evaluation(error.__cause__)
+                of_the_evaluation(error.__cause__)
             return self._launched(run, segment, error)
 
         def job() -> None:
@@ -306,11 +311,13 @@ class Runner:
         return None
 
     def _launch_segment(self, run: Run, segment: int) -> LaunchError | None:
-        splits = run.loaded.segment_splits[segment]
         if run.dropped:  # cancelled or failed while this waited for its lane
             return None
         try:
-            run.launch(splits, self._busy)
+            if self._recorder is None or run.times is None:
+                run.launch(run.loaded.segment_splits[segment])
+            else:
+                self._recorder.launch(run, segment)
         except LaunchError as error:
             return error
         return None
@@ -322,16 +329,11 @@ class Runner:
 
     def _launched(self, run: Run, segment: int, error: LaunchError | None) -> Stimulus | None:
         if run.events is not None:
-            self._watch_splits(run, segment)
+            run.watch_splits(run.loaded.segment_splits[segment], self._post)
         if error is None:
             return Launched(run.evaluation.id, segment)
         self._watcher.launch_failed(run, error, lambda why: self._feed(Failed(run.evaluation.id, segment, why)))
         return None
-
-    def _watch_splits(self, run: Run, segment: int) -> None:
-        for split in run.loaded.segment_splits[segment]:
-            if run.env.markers[split.index] is not None:
-                run.watch_split(split.index, self._post)
 
     def _watch(self, instruction: Watch) -> Stimulus | None:
         return self._watcher.watch(self._runs[instruction.evaluation])
@@ -359,7 +361,10 @@ class Runner:
         run.evaluation._settle(error=instruction.error, cancelled=cancelled)
 
     def _release(self, instruction: Release) -> None:
-        self._runs.pop(instruction.evaluation).release()
+        run = self._runs.pop(instruction.evaluation)
+        if self._recorder is not None and run.times:
+            self._recorder.released(run)
+        run.release()
 
     _carry_out: ClassVar[dict[type, Callable[[Runner, Any], Stimulus | None]]] = {
         Admit: _admit,
@@ -375,7 +380,7 @@ class Runner:
     def _to_observe(self, run: Run) -> Sequence[tuple[int, ...]]:
         """Have a run observed: all of it is one segment, so that the callback is called in order."""
         assert self.eval_callback is not None
-        run.observation = Observation(run, self.eval_callback, self._pieces, self.lanes, self._post, self._busy)
+        run.observation = Observation(run, self.eval_callback, self._pieces, self.lanes, self._post, self._recorder)
         return ((),)
 
     def _observed(self, run: Run, error: BaseException | None) -> None:
@@ -389,10 +394,3 @@ class Runner:
         else:
             outcome = Outcome.ABORTED if isinstance(error, EvaluationAborted) else Outcome.FAILED
             self._feed(Failed(run.evaluation.id, 0, error, outcome))
-
-
-def _of_the_evaluation(error: BaseException | None) -> BaseException | None:
-    """What was raised on the loop's thread, unless it is to end the program: that is raised again."""
-    if isinstance(error, (KeyboardInterrupt, SystemExit)):
-        raise error
-    return error

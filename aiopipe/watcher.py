@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 from .completion import Post, blamed, failure, first_failure, launched, overdue, unfinished, when_ready
 from .errors import DeadlineExceeded, StateError
+from .recorder import Recorder
 from .run import Run
 from .sched.launch import LaunchError
 from .sched.stimuli import Completed
 
-__all__ = ["Watcher", "seconds_of"]
+__all__ = ["Watcher", "of_the_evaluation", "seconds_of"]
 
 
 class Watcher:
@@ -20,12 +21,16 @@ class Watcher:
         runs: the evaluations that are under way, by their ids, in the order of submission.
         post: has the loop call something; from any thread.
         feed: told `Completed` where that comes later.
+        recorder: told when evaluations have ended, if somebody wants to know.
     """
 
-    def __init__(self, runs: dict[int, Run], post: Post, feed: Callable[[Completed], None]) -> None:
+    def __init__(
+        self, runs: dict[int, Run], post: Post, feed: Callable[[Completed], None], recorder: Recorder | None = None
+    ) -> None:
         self._runs = runs
         self._post = post
         self._feed = feed
+        self._recorder = recorder
 
     def launch_failed(self, run: Run, error: LaunchError, then: Callable[[BaseException], None]) -> None:
         """Call ``then(what the caller gets)`` of an evaluation of which a split could not be launched.
@@ -91,7 +96,8 @@ class Watcher:
                 break
         else:
             return Completed(run.evaluation.id)
-        when_ready(groups, self._post, lambda error: self._completed(run, error))
+        post = self._post if self._recorder is None or run.times is None else self._recorder.ending(run, self._post)
+        when_ready(groups, post, lambda error: self._completed(run, error))
         return None
 
     def _drain(self, run: Run) -> Completed | None:
@@ -135,6 +141,13 @@ class Watcher:
             earlier[-1].end().add_callback(lambda _: self.after_earlier(run, then))
         else:
             then(run.inherited())
+
+
+def of_the_evaluation(error: BaseException | None) -> BaseException | None:
+    """What was raised on the loop's thread, unless it is to end the program: that is raised again."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        raise error
+    return error
 
 
 def seconds_of(deadline: float | None) -> float | None:

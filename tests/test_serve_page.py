@@ -15,7 +15,6 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-import aiopipe as ap
 from browsing import NEEDS_BROWSER
 from serving import CHAT, Host, held
 
@@ -136,7 +135,6 @@ PAINTED = """
 """
 
 
-@pytest.mark.skipif(not hasattr(ap.Scheduler, "timeline"), reason="schedulers keep no timeline to draw lanes from")
 def test_the_lanes_show_the_devices_at_work(page: Page) -> None:
     page.until(lambda: len(page.all(".lane")) == 2)
     assert [name.text for name in page.all(".lane .name")] == ["cpu:0", "cpu:1"]
