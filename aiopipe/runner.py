@@ -22,11 +22,13 @@ from .lane_pool import LanePool
 from .loader import Loaded
 from .mailbox import Mailbox
 from .observe import EvalCallback, Observation, Pieces
+from .recorder import Recorder
 from .run import Run
 from .sched.launch import LaunchError
 from .sched.state import RunState
 from .sched.stimuli import (
     Admit,
+    Begin,
     Cancel,
     Captured,
     Failed,
@@ -40,10 +42,9 @@ from .sched.stimuli import (
     Watch,
 )
 from .state import State
-from .statistics import BusyClock
-from .watcher import Watcher
+from .watcher import Watcher, of_the_evaluation
 
-__all__ = ["Runner", "seconds_of"]
+__all__ = ["Runner"]
 
 
 class Runner:
@@ -52,7 +53,7 @@ class Runner:
     Args:
         n_copies: how many slots there are.
         pieces: compiles what is observed.
-        busy: told when each split began and ended, if somebody wants to know.
+        recorder: told what happens when, if somebody wants to know.
 
     Attributes:
         eval_callback: observes the evaluations that are submitted from now on.
@@ -60,7 +61,7 @@ class Runner:
         deadline: seconds that an evaluation may take, where `submit` is told nothing else.
     """
 
-    def __init__(self, n_copies: int, pieces: Pieces, busy: BusyClock | None = None) -> None:
+    def __init__(self, n_copies: int, pieces: Pieces, recorder: Recorder | None = None) -> None:
         self.state = RunState(n_copies)
         self.lanes = LanePool()
         self.eval_callback: EvalCallback | None = None
@@ -68,11 +69,11 @@ class Runner:
         self.n_submitted = 0
         self.closed = False
         self._pieces = pieces
-        self._busy = busy
+        self._recorder = recorder
         self._runs: dict[int, Run] = {}
         self._mailbox = Mailbox()
         self._post = self._mailbox.post
-        self._watcher = Watcher(self._runs, self._post, self._feed)
+        self._watcher = Watcher(self._runs, self._post, self._feed, recorder)
         self._stimuli: deque[Stimulus] = deque()
         self._feeding = False
         self._turns = Turns()
@@ -113,15 +114,23 @@ class Runner:
 
         It fails if it is not done `deadline` seconds from now (None: `self.deadline`).
         """
-        loop = self.enter()
+        loop = self._mailbox.loop
+        if loop is None or self.closed or asyncio._get_running_loop() is not loop:
+            loop = self.enter()
         for backend in loaded.backends:
             backend.check_open()
         of = loaded.plan.graph.name, loop, self.cancel, self.split_events, len(loaded.splits)
         evaluation = Evaluation(self.n_submitted, *of)
         self.n_submitted += 1
         run = self._runs[evaluation.id] = Run(evaluation, loaded, values, state)
-        depends = self._to_observe(run) if observed and self.eval_callback is not None else loaded.depends
-        self._feed(Submit(evaluation.id, depends, None if state is None else id(state)))
+        if self._recorder is not None:
+            self._recorder.submitted(run)
+        if state is not None or (observed and self.eval_callback is not None):
+            depends = self._to_observe(run) if observed and self.eval_callback is not None else loaded.depends
+            self._feed(Submit(evaluation.id, depends, None if state is None else id(state)))
+        else:
+            prompt = loaded.prompt and loaded.captures_inline(values)
+            self._feed(Submit(evaluation.id, loaded.depends, None, prompt))
         if deadline is None:
             deadline = self.deadline
         if deadline is not None and deadline < math.inf and not evaluation._done:
@@ -227,15 +236,38 @@ class Runner:
     def _admit(self, instruction: Admit) -> Stimulus | None:
         run = self._runs[instruction.evaluation]
         run.evaluation.copy_id = instruction.copy_id
+        if self._recorder is not None and run.admitted is not None and run.times:  # somebody waits for it
+            self._recorder.admitted(run)
         if run.loaded.captures_inline(run.values):
-            return self._captured(run, _of_the_evaluation(self._capture(run)))
+            return self._captured(run, of_the_evaluation(self._capture(run)))
 
         def job() -> None:
             error = self._capture(run)
+            if self._recorder is not None and run.times:
+                self._recorder.captured(run)
             self._post(lambda: self._feed(self._captured(run, error)))
 
         self.lanes.capture.post(job)
         return None
+
+    def _begin(self, instruction: Begin) -> Stimulus | None:
+        run = self._runs[instruction.evaluation]
+        run.evaluation.copy_id = instruction.copy_id
+        if self._recorder is not None and run.admitted is not None and run.times:
+            self._recorder.admitted(run)
+        error = self._capture(run)
+        if error is not None:
+            return self._captured(run, of_the_evaluation(error))
+        run.captured, run.values = True, ()
+        if run.admitted is not None and not run.admitted.done():
+            run.admitted.set_result(None)
+        failed = self._launch_segment(run, 0)
+        if failed is not None:
+            of_the_evaluation(failed.__cause__)
+            return self._launched(run, 0, failed)
+        if run.events is not None:
+            run.watch_splits(run.loaded.splits, self._post)
+        return self._watcher.watch(run)
 
     @staticmethod
     def _capture(run: Run) -> BaseException | None:
@@ -268,7 +300,7 @@ class Runner:
         if type(lane) is InlineLane:
             error = self._launch_segment(run, segment)
             if error is not None:
-                _of_the_evaluation(error.__cause__)
+                of_the_evaluation(error.__cause__)
             return self._launched(run, segment, error)
 
         def job() -> None:
@@ -279,11 +311,13 @@ class Runner:
         return None
 
     def _launch_segment(self, run: Run, segment: int) -> LaunchError | None:
-        splits = run.loaded.segment_splits[segment]
         if run.dropped:  # cancelled or failed while this waited for its lane
             return None
         try:
-            run.launch(splits, self._busy)
+            if self._recorder is None or run.times is None:
+                run.launch(run.loaded.segment_splits[segment])
+            else:
+                self._recorder.launch(run, segment)
         except LaunchError as error:
             return error
         return None
@@ -295,9 +329,7 @@ class Runner:
 
     def _launched(self, run: Run, segment: int, error: LaunchError | None) -> Stimulus | None:
         if run.events is not None:
-            for split in run.loaded.segment_splits[segment]:
-                if run.env.markers[split.index] is not None:
-                    run.watch_split(split.index, self._post)
+            run.watch_splits(run.loaded.segment_splits[segment], self._post)
         if error is None:
             return Launched(run.evaluation.id, segment)
         self._watcher.launch_failed(run, error, lambda why: self._feed(Failed(run.evaluation.id, segment, why)))
@@ -329,10 +361,14 @@ class Runner:
         run.evaluation._settle(error=instruction.error, cancelled=cancelled)
 
     def _release(self, instruction: Release) -> None:
-        self._runs.pop(instruction.evaluation).release()
+        run = self._runs.pop(instruction.evaluation)
+        if self._recorder is not None and run.times:
+            self._recorder.released(run)
+        run.release()
 
     _carry_out: ClassVar[dict[type, Callable[[Runner, Any], Stimulus | None]]] = {
         Admit: _admit,
+        Begin: _begin,
         Launch: _launch,
         Watch: _watch,
         Resolve: _resolve,
@@ -344,7 +380,7 @@ class Runner:
     def _to_observe(self, run: Run) -> Sequence[tuple[int, ...]]:
         """Have a run observed: all of it is one segment, so that the callback is called in order."""
         assert self.eval_callback is not None
-        run.observation = Observation(run, self.eval_callback, self._pieces, self.lanes, self._post, self._busy)
+        run.observation = Observation(run, self.eval_callback, self._pieces, self.lanes, self._post, self._recorder)
         return ((),)
 
     def _observed(self, run: Run, error: BaseException | None) -> None:
@@ -358,21 +394,3 @@ class Runner:
         else:
             outcome = Outcome.ABORTED if isinstance(error, EvaluationAborted) else Outcome.FAILED
             self._feed(Failed(run.evaluation.id, 0, error, outcome))
-
-
-def _of_the_evaluation(error: BaseException | None) -> BaseException | None:
-    """What was raised on the loop's thread, unless it is to end the program: that is raised again."""
-    if isinstance(error, (KeyboardInterrupt, SystemExit)):
-        raise error
-    return error
-
-
-def seconds_of(deadline: float | None) -> float | None:
-    """A deadline as a caller gives it: seconds; None for none.
-
-    Raises:
-        ValueError: it is negative or not a number.
-    """
-    if deadline is not None and not deadline >= 0:
-        raise ValueError(f"deadline is {deadline!r}: expected seconds, at least 0 (math.inf for no limit)")
-    return deadline

@@ -142,6 +142,7 @@ class XlaBackend(Backend):
         self._sharding = _jax.sharding_of(device.jax_device)
         self._aliases_host = device.props.aliases_host
         self._view_nbytes = device.props.view_nbytes
+        self._move = _jax.Mover(device.jax_device)
         self._completion = ThreadLane(f"{self.name}-completion")
 
     def load(self, program: Program) -> Executable:
@@ -153,6 +154,7 @@ class XlaBackend(Backend):
             call=compiled.call,
             memory=compiled.memory,
             blocks=_can_block(program, compiled, self.device.props.type),
+            instant=_runs_in_caller(compiled, self.device.props.type),
             launch_s=8e-6 + 4e-7 * len(program.inputs) + min(compiled.bytes_accessed or 0.0, INLINE_NBYTES) / 5e9,
         )
 
@@ -196,14 +198,13 @@ class XlaBackend(Backend):
                 if in_place:
                     continue
             moving.append(i)
-        if moving:
+        if len(moving) == 1:
+            out[moving[0]] = self._move(out[moving[0]])
+        elif moving:
             sources = [out[i] for i in moving]
             with _jax.wide_context(sources):
-                if len(moving) == 1:
-                    out[moving[0]] = _jax.put_one(sources[0], self.jax_device)
-                else:
-                    for i, value in zip(moving, _jax.put(sources, self.jax_device), strict=True):
-                        out[i] = value
+                for i, value in zip(moving, _jax.put(sources, self.jax_device), strict=True):
+                    out[i] = value
         return out
 
     def all_ready(self, values: Sequence[Any]) -> bool:
@@ -323,11 +324,16 @@ def _can_block(program: Program, compiled: _jax_compile.Compiled, kind: DeviceTy
     """
     if compiled.has_callback or compiled.waits:
         return True
-    if kind is not DeviceType.CPU or (compiled.flops is not None and compiled.flops >= INLINE_FLOPS):
+    if kind is not DeviceType.CPU or not (compiled.flops is None or _runs_in_caller(compiled, kind)):
         return False
     if compiled.has_loop or any(node.op in _SLOW_OPS for node in program.nodes):
         return True
     return (compiled.bytes_accessed or 0.0) > INLINE_NBYTES
+
+
+def _runs_in_caller(compiled: _jax_compile.Compiled, kind: DeviceType) -> bool:
+    """Whether XLA runs it in the caller for certain: see `INLINE_FLOPS`."""
+    return kind is DeviceType.CPU and compiled.flops is not None and compiled.flops < INLINE_FLOPS
 
 
 def _wait(values: Sequence[Any]) -> BaseException | None:
