@@ -4,7 +4,7 @@ As a program it is a host: it imports what every page needs once, and runs each 
 that each meets a JAX that has not started. A line of JSON in, ``{"page": ..., "swap": {...}}``, a line of JSON out.
 
 All ``python`` blocks of a page share a namespace; `await` works at top level, as in a notebook or
-``python -m asyncio``. What follows a block as ``text title="prints"`` is what it prints, and ``text title="raises"`` is
+``python -m asyncio``. What follows a block as ``text title="prints"`` is what it prints, and ``pytb title="raises"`` is
 the error that it raises, as ``Name: message``; ``…`` in either stands for anything. A comment
 ``<!-- not run: reason -->`` above a block leaves it out.
 """
@@ -31,6 +31,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 PRINTS, RAISES = "prints", "raises"
+COMPARED = {("text", PRINTS), ("pytb", RAISES)}
 FILE = "model.py"
 """What plans and errors call the file of a block."""
 
@@ -104,7 +105,7 @@ def run_page(text: str, name: str) -> int:
 
 def _run_block(block: Block, then: Block | None, namespace: dict[str, Any], runner: asyncio.Runner) -> None:
     """Run one block, as a file of its own, and compare with the one behind it, if that says what comes of it."""
-    wanted = then.title if then is not None and then.language == "text" else ""
+    wanted = then.title if then is not None and (then.language, then.title) in COMPARED else ""
     expected = then.code if then is not None else ""
     linecache.cache[FILE] = (len(block.code), None, block.code.splitlines(keepends=True), FILE)
     code = compile(block.code, FILE, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from blocks import Block, blocks_of, fits, run_page
+from blocks import COMPARED, Block, blocks_of, fits, run_page
 from serving import Host
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +31,7 @@ BLOCKS: dict[str, list[Block]] = {
 }
 PROGRAMS = [page for page, blocks in BLOCKS.items() if any(block.language == "python" for block in blocks)]
 ASKS_A_SERVER = "http://127.0.0.1:8000"
-LANGUAGES = {"", "html", "json", "nginx", "python", "sh", "text", "toml"}
+LANGUAGES = {"", "html", "json", "nginx", "python", "pytb", "sh", "text", "toml"}
 
 
 class Pages:
@@ -109,8 +109,8 @@ def test_every_language_is_known(page: str) -> None:
 def test_what_is_said_of_a_block_stands_behind_one(page: str) -> None:
     before = ""
     for block in BLOCKS[page]:
-        if block.title in ("prints", "raises"):
-            assert before == "python", f"{page}:{block.line}"
+        if block.title or block.language == "pytb":
+            assert before == "python" and (block.language, block.title) in COMPARED, f"{page}:{block.line}"
         before = block.language
 
 
@@ -127,8 +127,8 @@ def test_the_runner_runs_blocks_in_order_and_awaits() -> None:
     "page",
     [
         page_of("python\nprint(2)", 'text title="prints"\n3'),
-        page_of("python\nprint(2)", 'text title="raises"\nValueError: 2'),
-        page_of("python\nraise ValueError(2)", 'text title="raises"\nValueError: 3'),
+        page_of("python\nprint(2)", 'pytb title="raises"\nValueError: 2'),
+        page_of("python\nraise ValueError(2)", 'pytb title="raises"\nValueError: 3'),
     ],
 )
 def test_the_runner_notices_what_is_not_so(page: str) -> None:
