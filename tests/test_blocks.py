@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from aiopipe.cli.app import app
 from blocks import COMPARED, Block, blocks_of, fits, run_page
 from serving import Host
 
@@ -31,7 +32,8 @@ BLOCKS: dict[str, list[Block]] = {
 }
 PROGRAMS = [page for page, blocks in BLOCKS.items() if any(block.language == "python" for block in blocks)]
 ASKS_A_SERVER = "http://127.0.0.1:8000"
-LANGUAGES = {"", "html", "json", "nginx", "python", "pytb", "sh", "text", "toml"}
+# Those of `console` are run and compared by tests/test_cli_docs.py.
+LANGUAGES = {"", "console", "html", "json", "nginx", "python", "pytb", "sh", "text", "toml"}
 
 
 class Pages:
@@ -132,7 +134,7 @@ def test_the_runner_runs_blocks_in_order_and_awaits() -> None:
     ],
 )
 def test_the_runner_notices_what_is_not_so(page: str) -> None:
-    with pytest.raises(AssertionError, match="^it (prints|raises)"):
+    with pytest.raises(AssertionError, match=r"^it (prints|raises)"):
         run_page(page, "p")
 
 
@@ -156,7 +158,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 SCRIPTS = "\n".join(
     path.read_text(encoding="utf-8")
-    for folder in ("examples", "benchmarks", "scripts")
+    for folder in ("aiopipe/cli", "examples", "benchmarks", "scripts")
     for path in (ROOT / folder).rglob("*.py")
 )
 
@@ -206,10 +208,16 @@ def check_command(words: list[str]) -> None:
     elif program == "curl":
         for data in (rest[i + 1] for i, word in enumerate(rest) if word == "-d"):
             json.loads(data)
+    elif program == "aiopipe":
+        assert rest[0] in COMMANDS, rest[0]
+        check_options(rest[1:])
+    elif program == "uvicorn":
+        assert re.fullmatch(r"\w+:\w+", rest[0]), "module:application, of the page itself"
     else:
         raise AssertionError(f"what of {program} can be checked? Say so here.")
 
 
+COMMANDS = {command.name for command in app.registered_commands}
 CHECKED = {"sh", "json", "toml"}
 OTHERS = [(page, block) for page, blocks in BLOCKS.items() for block in blocks if block.language in CHECKED]
 
