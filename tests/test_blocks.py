@@ -36,12 +36,17 @@ ASKS_A_SERVER = "http://127.0.0.1:8000"
 LANGUAGES = {"", "console", "html", "json", "nginx", "python", "pytb", "sh", "text", "toml"}
 
 
+# flax 0.12.0, the newest for the oldest JAX, says these when flax.nnx is imported.
+SAID_BY_FLAX = ("jax.array_ref is deprecated", "jax.ArrayRef is deprecated")
+WARNINGS = ["-Werror", *(f"-Wignore:{message}" for message in SAID_BY_FLAX)]
+
+
 class Pages:
     """A process that runs pages: `tests/blocks.py`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(ROOT / "tests" / "blocks.py")],
+            [sys.executable, *WARNINGS, str(ROOT / "tests" / "blocks.py")],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -96,6 +101,9 @@ def swap(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_python_runs(page: str, pages: Pages, swap: dict[str, str]) -> None:
     answer = pages.run(ROOT / page, swap)
+    too_new = re.search(r"^ImportError: cannot import name '\w+' from 'jax\b.*", answer["error"], re.MULTILINE)
+    if too_new and page == "docs/howto/libraries.md":
+        pytest.skip(f"a library of this page does not go with this jax: {too_new[0]}")
     assert not answer["error"], answer["error"]
     assert answer["stderr"] == ""
     assert answer["ran"] == sum(block.language == "python" and not block.not_run for block in BLOCKS[page])
