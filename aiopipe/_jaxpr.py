@@ -129,7 +129,7 @@ def bind(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     primitive = eqn.primitive
     params: Any = primitive.get_bind_params(eqn.params)
     functions: Sequence[Any] = ()
-    if isinstance(params, tuple):  # JAX 0.8 keeps functions apart from the other parameters
+    if isinstance(params, tuple):  # pragma: no cover - JAX 0.8 keeps functions apart from the other parameters
         functions, params = params
     with source_context(eqn), eqn.ctx.manager:
         result = primitive.bind(*functions, *operands, **params)

@@ -12,7 +12,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,7 @@ __all__ = [
     "InlineLane",
     "Lane",
     "ThreadLane",
+    "Told",
 ]
 
 Dispatch = Literal["auto", "shared", "own"]
@@ -51,6 +52,7 @@ class Executable:
         call: launches it: takes the inputs, returns the outputs, does not wait for them.
         memory: what it needs while it runs.
         blocks: launching it may hold up the caller for as long as it runs.
+        instant: it does: where its operands are there, so are its results when the call returns.
         launch_s: roughly what one launch costs the caller, in seconds.
     """
 
@@ -59,6 +61,23 @@ class Executable:
     memory: MemoryStats
     blocks: bool = False
     launch_s: float = 1e-5
+    instant: bool = False
+
+
+class Told(NamedTuple):
+    """What a device says of something that it did, or will have done.
+
+    Attributes:
+        begin_s: when it began, by `Backend.now`.
+        end_s: when it ended.
+        source: for a copy, the name of the backend that had the value, ``""`` for the host; None for a launch.
+        nbytes: for a copy, its size.
+    """
+
+    begin_s: float
+    end_s: float
+    source: str | None = None
+    nbytes: int = 0
 
 
 class Backend(TensorIO):
@@ -82,10 +101,13 @@ class Backend(TensorIO):
         newest: by launching thread, a result of what it launched last; see `launched`.
         queue: what is posted by hand, in order.
         memory: the buffers that are alive here.
+        tells_times: whether the device says when it did what, in `told`.
+        told: where to, while a list is there: what is launched and copied, as soon as it is asked for.
         has_threads: whether closing has to wait for threads, the queue's or others.
     """
 
     has_threads = True
+    tells_times: ClassVar[bool] = False
 
     def __init__(self, name: str, device: Device, *, dispatch: Dispatch = "auto") -> None:
         if dispatch not in ("auto", "shared", "own"):
@@ -98,6 +120,7 @@ class Backend(TensorIO):
         self.newest: dict[int, Any] = {}
         self.queue = Queue(self)
         self.memory = Account()
+        self.told: list[Told] | None = None
         self._graph_plans: PerGraph[GraphPlan] = PerGraph()
         self._n_computed = 0
 
@@ -140,7 +163,7 @@ class Backend(TensorIO):
 
     def now(self) -> float:
         """This backend's clock, in seconds."""
-        return time.monotonic()
+        return time.perf_counter()
 
     def notify(self, values: Sequence[Any], callback: Callable[[BaseException | None], None]) -> None:
         """Call ``callback(error)`` once all values are there (or the first error is). Never blocks.

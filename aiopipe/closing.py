@@ -85,8 +85,16 @@ class Closing:
         self._runner.cancel_all()
         await self._runner.end_observing(timeout_s)
         await in_thread(lambda: self._runner.lanes.close(timeout_s), "close")
-        with anyio.move_on_after(timeout_s):
-            for backend in self._opened:
-                await backend.aclose()
+        closed = await asyncio.gather(
+            *(_close_backend(backend, timeout_s) for backend in self._opened), return_exceptions=True
+        )
         self._runner.hang_up()
         self._let_go()
+        for error in closed:
+            if error is not None:
+                raise error
+
+
+async def _close_backend(backend: Backend, timeout_s: float | None) -> None:
+    with anyio.move_on_after(timeout_s):
+        await backend.aclose()

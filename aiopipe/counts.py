@@ -6,19 +6,20 @@ from .loader import Loader
 from .plans import Plans
 from .runner import Runner
 from .sched.stimuli import Outcome
-from .statistics import BusyClock, Statistics
+from .statistics import Statistics
+from .timeline import Timeline
 
 __all__ = ["statistics_of"]
 
 
-def statistics_of(runner: Runner, plans: Plans, loader: Loader, busy: BusyClock | None) -> Statistics:
+def statistics_of(runner: Runner, plans: Plans, loader: Loader, timeline: Timeline | None) -> Statistics:
     """The counts of a scheduler's parts.
 
     Args:
         runner: knows its evaluations.
         plans: knows its graphs.
         loader: knows what was compiled and copied.
-        busy: knows how long its splits ran, where somebody wants to know.
+        timeline: knows how long its splits ran, where somebody wants to know.
     """
     state = runner.state
     return Statistics(
@@ -36,6 +37,6 @@ def statistics_of(runner: Runner, plans: Plans, loader: Loader, busy: BusyClock 
         replanned=plans.n_replanned,
         compiled=loader.n_compiled,
         copied_weights_nbytes=loader.copied_weights_nbytes,
-        busy=busy.shares() if busy else {},
-        busy_s=busy.seconds() if busy else {},
+        busy=timeline.utilization() if timeline else {},
+        busy_s=timeline.busy_s() if timeline else {},
     )

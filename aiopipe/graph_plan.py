@@ -225,8 +225,6 @@ def compute(
         try:
             with undisturbed():
                 results[:] = plan.launch(ready or plan.load(), values)
-        except asyncio.CancelledError as error:  # the backend's own: nobody has cancelled the evaluation
-            raise _failure(plan, number, error) from None
         finally:
             values.clear()
         for tensor, value in zip(targets, results, strict=bool(targets)):

@@ -52,6 +52,7 @@ class Loaded:
         sinks: (backend, its splits) whose end is the end of the evaluation.
         constants: values of outputs that are weights.
         captures_inline: `Staging.captures_inline`.
+        noted: what a `Recorder` keeps of it.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Loaded:
         self._staging = Staging(plan, backends, slots)
         self.captures_inline = self._staging.captures_inline
         self.returned = self._staging.returned
+        self.noted: Any = None
         self._kept: dict[int, Any] | None = None
 
     def capture(self, copy_id: int, values: Sequence[Any], slots: list[Any]) -> None:

@@ -27,13 +27,13 @@ from .errors import AiopipeError, EvaluationAborted, EvaluationError
 from .graph import Node, Tensor
 from .lane_pool import LanePool
 from .loader import Loaded
+from .recorder import Recorder
 from .run import Run
 from .sched.alloc import marker_of
 from .sched.launch import BoundSplit, LaunchError
 from .sched.lower import lower
 from .sched.plan import Plan
 from .sched.split import Split
-from .statistics import BusyClock
 
 __all__ = ["EvalCallback", "Observation", "Pieces"]
 
@@ -112,7 +112,7 @@ class Observation:
         pieces: compiles what is run.
         lanes: launches happen on lanes that may block, for a piece may block its launcher where its split would not.
         post: has the loop call something; from any thread.
-        busy: told when each piece began and ended.
+        recorder: told what is launched when, if somebody wants to know.
 
     Attributes:
         task: between its start and its end.
@@ -120,7 +120,7 @@ class Observation:
     """
 
     def __init__(
-        self, run: Run, callback: EvalCallback, pieces: Pieces, lanes: LanePool, post: Post, busy: BusyClock | None
+        self, run: Run, callback: EvalCallback, pieces: Pieces, lanes: LanePool, post: Post, recorder: Recorder | None
     ) -> None:
         self.task: asyncio.Task[None] | None = None
         self.failed = False
@@ -132,7 +132,7 @@ class Observation:
         self._pieces = pieces
         self._lanes = lanes
         self._post = post
-        self._busy = busy
+        self._recorder = recorder
         self._context = contextvars.copy_context()  # the submitter's, for the callback
         self._dropped = False
         self._job: asyncio.Future[BaseException | None] | None = None
@@ -189,7 +189,7 @@ class Observation:
                 for t in wanted:
                     await self._show(split, node, t, values[t])
         if not begin:
-            await self._on_lane(bound, lambda: self._run.launch((bound,), self._busy))
+            await self._on_lane(bound, lambda: self._launch_whole(bound))
             return
         if begin < len(split.nodes):
             await self._launch_piece(split, begin, len(split.nodes), values)
@@ -268,8 +268,7 @@ class Observation:
             raise failure(self._loaded.plan, self._evaluation, split.index, error) from error
         bound = self._begun = self._loaded.splits[split.index]
 
-        def job() -> None:
-            began = bound.backend.now()
+        def launch() -> Any:
             try:
                 with undisturbed():
                     if not begin:
@@ -283,12 +282,19 @@ class Observation:
             marker = results[piece.marker]
             bound.backend.launched(marker)
             self._newest = (split.index, marker)
-            if self._busy is not None:
-                self._run.count(self._busy, bound, marker, began)
+            return marker
 
+        recorder = self._recorder
+        job = launch if recorder is None else partial(recorder.launch_part, self._run, bound, launch)
         await self._on_lane(bound, job)
 
-    async def _on_lane(self, split: BoundSplit, job: Callable[[], None]) -> None:
+    def _launch_whole(self, split: BoundSplit) -> None:
+        if self._recorder is None:
+            self._run.launch((split,))
+        else:
+            self._recorder.launch_one(self._run, split)
+
+    async def _on_lane(self, split: BoundSplit, job: Callable[[], Any]) -> None:
         """Run a job on the lane of a split's backend; if this is cancelled, the job still goes on."""
         future: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
 

@@ -28,6 +28,7 @@ from .sched.scheduler import Scheduler
 from .state import State
 from .statistics import Statistics
 from .streaming import stream_in_order
+from .timeline import Timeline
 from .trace import trace
 
 __all__ = ["Pipeline"]
@@ -50,7 +51,7 @@ class Pipeline:
         memory_limit: bytes for each device, or a mapping from its name; see `Scheduler`.
         max_plans: how many input shapes are kept ready; the one that was not used for longest goes.
         deadline: seconds that an evaluation may take; see `Scheduler`.
-        timeline: record busy times, for `statistics().busy`.
+        timeline: record what runs where and when: `Pipeline.timeline`; see `Scheduler`.
         on_progress: called with (compiled, to compile) while a new shape is compiled.
 
     Each new combination of input shapes, and of JAX's settings, is traced and compiled once, off the
@@ -75,7 +76,7 @@ class Pipeline:
         memory_limit: int | Mapping[str, int] | None = None,
         max_plans: int = 64,
         deadline: float | None = None,
-        timeline: bool = False,
+        timeline: bool | int = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         if isinstance(split, str) and split != "auto":
@@ -93,6 +94,7 @@ class Pipeline:
         self._timeline = timeline
         self._on_progress = on_progress
         self._scheduler: Scheduler | None = None
+        self._recorded: Timeline | None = None
         self._opened = False
         self._remote = False
         self._placed = False
@@ -170,6 +172,16 @@ class Pipeline:
         """What has been done so far."""
         return self.scheduler.statistics()
 
+    @property
+    def timeline(self) -> Timeline:
+        """What ran where and when; of the newest evaluations. It can be read after the end, too.
+
+        Raises:
+            AiopipeError: the pipeline was made without ``timeline=True``.
+            BackendClosedError: it was not opened yet.
+        """
+        return self._recorded or self.scheduler.timeline
+
     async def aclose(self, *, cancel: bool = False, timeout_s: float | None = 30.0) -> None:
         """Finish (or with `cancel` drop) what is in flight and end every thread. Idempotent.
 
@@ -206,6 +218,7 @@ class Pipeline:
             timeline=self._timeline,
             on_progress=self._on_progress,
         )
+        self._recorded = self._scheduler.timeline if self._timeline else None
         await self._scheduler.__aenter__()
         self._remote = any(backend.device.props.remote for backend in self._scheduler.backends)
         return self

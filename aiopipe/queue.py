@@ -222,11 +222,11 @@ class Queue:
                 if entry.then is not None and not inline:
                     entry.then()
             except BaseException as raised:  # to whoever waits for the event
-                error = raised
+                error = self._uncancelled(raised)
 
         def tell(failure: BaseException | None) -> None:
             with suppress(RuntimeError):  # a closed loop has nobody left to tell
-                loop.call_soon_threadsafe(self._settle, entry, error or failure, inline)
+                loop.call_soon_threadsafe(self._settle, entry, error or self._uncancelled(failure), inline)
 
         try:
             self._owner.notify(values, tell)
@@ -237,9 +237,20 @@ class Queue:
         if entry.then is not None and inline and error is None:
             try:
                 entry.then()
-            except Exception as raised:
-                error = raised
+            except (KeyboardInterrupt, SystemExit) as raised:  # on the loop's own thread: it ends the program
+                self._finish(entry, raised)
+                raise
+            except BaseException as raised:
+                error = self._uncancelled(raised)
         self._finish(entry, error)
+
+    def _uncancelled(self, raised: BaseException | None) -> BaseException | None:
+        """What a device or somebody's function raised. Nobody has cancelled the job, whatever they say."""
+        if not isinstance(raised, asyncio.CancelledError):
+            return raised
+        error = RuntimeError(f"something on {self._owner.name!r} raised asyncio.CancelledError: {raised}")
+        error.__cause__ = raised
+        return error
 
     def _finish(self, entry: _Entry, error: BaseException | None) -> None:
         self._unfinished -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,8 @@ from .errors import StateError
 from .evaluation import Evaluation
 from .events import Event
 from .loader import Loaded
-from .sched.launch import BoundSplit, Environment, launch_splits
+from .sched.launch import BoundSplit, Clock, Environment, launch_splits
 from .state import State
-from .statistics import BusyClock
 
 __all__ = ["Run"]
 
@@ -27,7 +27,6 @@ class Run:
         "broken",
         "captured",
         "dropped",
-        "ends",
         "env",
         "evaluation",
         "events",
@@ -37,6 +36,7 @@ class Run:
         "state",
         "taken",
         "timer",
+        "times",
         "values",
     )
 
@@ -52,12 +52,12 @@ class Run:
         self.captured = False
         self.dropped = False
         self.broken = False  # launching raised, when it may have taken over memory of the state
-        self.ends: dict[int, float] = {}
         self.observation: Any = None
         self.timer: asyncio.TimerHandle | None = None  # its deadline
         self.admitted: asyncio.Future[None] | None = None
         self.released: Event | None = None
         self.events: list[Event] | None = None
+        self.times: Any = None  # kept by a `Recorder`, if it notes this one
 
     def take_state(self) -> StateError | None:
         """Its turn has come on its state: take the arrays; or the reason why not."""
@@ -97,8 +97,10 @@ class Run:
         """The refusal of its state, where one before it has left that in between: so what it made of it is nothing."""
         return None if self.state is None else self.state.refusal_for(self.evaluation.id)
 
-    def launch(self, splits: Sequence[BoundSplit], busy: BusyClock | None) -> None:
-        """Launch splits in order, on this thread; tell `busy`, if there is one, of each.
+    def launch(
+        self, splits: Sequence[BoundSplit], times: list[float] | None = None, clock: Clock = time.perf_counter
+    ) -> None:
+        """Launch splits in order, on this thread; see `launch_splits`.
 
         JAX's settings of the moment, which may be those of any task, have no part in it.
 
@@ -107,19 +109,9 @@ class Run:
         """
         if not is_plain():
             with undisturbed():
-                self.launch(splits, busy)
-            return
-        if busy is None:
-            launch_splits(splits, self.env)
-            return
-        for split in splits:
-            began = split.backend.now()
-            launch_splits((split,), self.env)
-            self.count(busy, split, self.env.markers[split.index], began)
-
-    def count(self, busy: BusyClock, split: BoundSplit, marker: Any, began: float) -> None:
-        """Tell `busy` of a split, or a part of one, that was launched at `began`; `marker` is one of its results."""
-        busy.watch(split.backend, self.loaded.plan.splits[split.index], marker, began, self.ends)
+                launch_splits(splits, self.env, times, clock)
+        else:
+            launch_splits(splits, self.env, times, clock)
 
     def split_events(self, post: Post) -> Sequence[Event]:
         """One event for each split; those of splits that end later are set by way of `post`."""

@@ -22,6 +22,7 @@ from .lane_pool import LanePool
 from .loader import Loaded
 from .mailbox import Mailbox
 from .observe import EvalCallback, Observation, Pieces
+from .recorder import Recorder
 from .run import Run
 from .sched.launch import LaunchError
 from .sched.state import RunState
@@ -40,7 +41,6 @@ from .sched.stimuli import (
     Watch,
 )
 from .state import State
-from .statistics import BusyClock
 from .watcher import Watcher
 
 __all__ = ["Runner", "seconds_of"]
@@ -52,7 +52,7 @@ class Runner:
     Args:
         n_copies: how many slots there are.
         pieces: compiles what is observed.
-        busy: told when each split began and ended, if somebody wants to know.
+        recorder: told what happens when, if somebody wants to know.
 
     Attributes:
         eval_callback: observes the evaluations that are submitted from now on.
@@ -60,7 +60,7 @@ class Runner:
         deadline: seconds that an evaluation may take, where `submit` is told nothing else.
     """
 
-    def __init__(self, n_copies: int, pieces: Pieces, busy: BusyClock | None = None) -> None:
+    def __init__(self, n_copies: int, pieces: Pieces, recorder: Recorder | None = None) -> None:
         self.state = RunState(n_copies)
         self.lanes = LanePool()
         self.eval_callback: EvalCallback | None = None
@@ -68,11 +68,11 @@ class Runner:
         self.n_submitted = 0
         self.closed = False
         self._pieces = pieces
-        self._busy = busy
+        self._recorder = recorder
         self._runs: dict[int, Run] = {}
         self._mailbox = Mailbox()
         self._post = self._mailbox.post
-        self._watcher = Watcher(self._runs, self._post, self._feed)
+        self._watcher = Watcher(self._runs, self._post, self._feed, recorder)
         self._stimuli: deque[Stimulus] = deque()
         self._feeding = False
         self._turns = Turns()
@@ -120,6 +120,8 @@ class Runner:
         evaluation = Evaluation(self.n_submitted, *of)
         self.n_submitted += 1
         run = self._runs[evaluation.id] = Run(evaluation, loaded, values, state)
+        if self._recorder is not None:
+            self._recorder.submitted(run)
         depends = self._to_observe(run) if observed and self.eval_callback is not None else loaded.depends
         self._feed(Submit(evaluation.id, depends, None if state is None else id(state)))
         if deadline is None:
@@ -227,11 +229,15 @@ class Runner:
     def _admit(self, instruction: Admit) -> Stimulus | None:
         run = self._runs[instruction.evaluation]
         run.evaluation.copy_id = instruction.copy_id
+        if self._recorder is not None and run.admitted is not None and run.times:  # somebody waits for it
+            self._recorder.admitted(run)
         if run.loaded.captures_inline(run.values):
             return self._captured(run, _of_the_evaluation(self._capture(run)))
 
         def job() -> None:
             error = self._capture(run)
+            if self._recorder is not None and run.times:
+                self._recorder.captured(run)
             self._post(lambda: self._feed(self._captured(run, error)))
 
         self.lanes.capture.post(job)
@@ -279,11 +285,13 @@ class Runner:
         return None
 
     def _launch_segment(self, run: Run, segment: int) -> LaunchError | None:
-        splits = run.loaded.segment_splits[segment]
         if run.dropped:  # cancelled or failed while this waited for its lane
             return None
         try:
-            run.launch(splits, self._busy)
+            if self._recorder is None or run.times is None:
+                run.launch(run.loaded.segment_splits[segment])
+            else:
+                self._recorder.launch(run, segment)
         except LaunchError as error:
             return error
         return None
@@ -329,7 +337,10 @@ class Runner:
         run.evaluation._settle(error=instruction.error, cancelled=cancelled)
 
     def _release(self, instruction: Release) -> None:
-        self._runs.pop(instruction.evaluation).release()
+        run = self._runs.pop(instruction.evaluation)
+        if self._recorder is not None and run.times:
+            self._recorder.released(run)
+        run.release()
 
     _carry_out: ClassVar[dict[type, Callable[[Runner, Any], Stimulus | None]]] = {
         Admit: _admit,
@@ -344,7 +355,7 @@ class Runner:
     def _to_observe(self, run: Run) -> Sequence[tuple[int, ...]]:
         """Have a run observed: all of it is one segment, so that the callback is called in order."""
         assert self.eval_callback is not None
-        run.observation = Observation(run, self.eval_callback, self._pieces, self.lanes, self._post, self._busy)
+        run.observation = Observation(run, self.eval_callback, self._pieces, self.lanes, self._post, self._recorder)
         return ((),)
 
     def _observed(self, run: Run, error: BaseException | None) -> None:

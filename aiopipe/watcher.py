@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from .completion import Post, blamed, failure, first_failure, launched, overdue, unfinished, when_ready
 from .errors import DeadlineExceeded, StateError
+from .recorder import Recorder
 from .run import Run
 from .sched.launch import LaunchError
 from .sched.stimuli import Completed
@@ -20,12 +21,16 @@ class Watcher:
         runs: the evaluations that are under way, by their ids, in the order of submission.
         post: has the loop call something; from any thread.
         feed: told `Completed` where that comes later.
+        recorder: told when evaluations have ended, if somebody wants to know.
     """
 
-    def __init__(self, runs: dict[int, Run], post: Post, feed: Callable[[Completed], None]) -> None:
+    def __init__(
+        self, runs: dict[int, Run], post: Post, feed: Callable[[Completed], None], recorder: Recorder | None = None
+    ) -> None:
         self._runs = runs
         self._post = post
         self._feed = feed
+        self._recorder = recorder
 
     def launch_failed(self, run: Run, error: LaunchError, then: Callable[[BaseException], None]) -> None:
         """Call ``then(what the caller gets)`` of an evaluation of which a split could not be launched.
@@ -77,7 +82,8 @@ class Watcher:
             return self._drain(run)  # not everything was launched
         if all(backend.all_ready(group) and backend.error_of(group) is None for backend, group in groups):
             return Completed(run.evaluation.id)
-        when_ready(groups, self._post, lambda error: self._completed(run, error))
+        post = self._post if self._recorder is None or run.times is None else self._recorder.ending(run, self._post)
+        when_ready(groups, post, lambda error: self._completed(run, error))
         return None
 
     def _drain(self, run: Run) -> Completed | None:

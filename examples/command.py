@@ -44,12 +44,10 @@ def run(work: Callable[[], Awaitable[T]], show: Callable[[T], None], *, expected
         return 1
     except ModuleNotFoundError as error:
         print(f"error: {error}; install what the examples need with: pip install 'aiopipe[examples]'", file=sys.stderr)
-    except expected as error:
-        print(f"error: {error}", file=sys.stderr)
     except Exception as error:
         from aiopipe import AiopipeError, PlacementError
 
-        if not isinstance(error, AiopipeError):
+        if not isinstance(error, (AiopipeError, *expected)):
             raise
         print(f"error: {error}", file=sys.stderr)
         if isinstance(error, PlacementError):

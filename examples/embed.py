@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json:
             print(json.dumps(report.to_json()))
 
-    return run(lambda: search(options), show, expected=(FileNotFoundError,))
+    return run(lambda: search(options), show, expected=(OSError, ValueError))
 
 
 if __name__ == "__main__":

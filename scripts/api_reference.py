@@ -11,6 +11,7 @@ whatever the version of Python.
 from __future__ import annotations
 
 import enum
+import importlib
 import inspect
 import re
 import sys
@@ -72,7 +73,7 @@ def reference() -> str:
 
 def public_names() -> dict[str, Any]:
     """What ``from aiopipe import *`` gives."""
-    package = __import__(PACKAGE)
+    package = importlib.import_module(PACKAGE)
     return {name: getattr(package, name) for name in package.__all__}
 
 

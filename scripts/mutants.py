@@ -1,7 +1,8 @@
 """What `mutmut run` found: a table of the mutated files, and every mutant that no test noticed.
 
     python scripts/mutants.py            the summary; fails if more survived than docs/testing.md explains
-    python scripts/mutants.py --again    forget the survivors, so that the next `mutmut run` tries them again
+    python scripts/mutants.py --again    forget the survivors and which tests reach which function, so that the next
+                                         `mutmut run` tries those again, with the tests that there are by then
 
 `make mutants` does all of it. mutmut keeps its results in `mutants/` and, from one run to the next, those of every
 function that has not changed; that the tests have changed it cannot know.
@@ -49,6 +50,15 @@ def forget_survivors() -> None:
         (RESULTS / f"{path}.meta").write_text(json.dumps(result, indent=4), "utf-8")
 
 
+def forget_tests() -> None:
+    """mutmut looks only at tests with new names: it would find none for a new function that old tests call."""
+    path = RESULTS / "mutmut-stats.json"
+    if path.exists():
+        stats = json.loads(path.read_text("utf-8"))
+        stats.update(duration_by_test={}, tests_by_mangled_function_name={})
+        path.write_text(json.dumps(stats, indent=4), "utf-8")
+
+
 def print_survivors(path: str, found: dict[str, str]) -> None:
     for name, status in found.items():
         if status in SURVIVED:
@@ -79,9 +89,10 @@ def summary() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--again", action="store_true", help="forget the survivors, so that they are tried again")
+    parser.add_argument("--again", action="store_true", help="forget the survivors, to have them tried again")
     if parser.parse_args().again:
         forget_survivors()
+        forget_tests()
         return 0
     if not results():
         print("there is nothing in mutants/ yet; run `make mutants`")

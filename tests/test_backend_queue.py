@@ -331,3 +331,51 @@ class TestVirtualTime:
             await b.synchronize()
         await a.synchronize()  # the evaluation has told its caller
         np.testing.assert_array_equal(await b.graph_compute(good, array()), unsplit(good, array()))
+
+
+@pytest.mark.parametrize("spec", ["cpu:0", "sim:0"])
+@pytest.mark.parametrize("where", ["job", "then", "device"])
+@pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError, GeneratorExit])
+async def test_whatever_is_raised_fails_the_job_and_nobody_is_cancelled(
+    error: type[BaseException], where: str, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a task that nobody has cancelled, `CancelledError` would end whatever runs there without a word."""
+
+    def broken(*_: Any) -> Any:
+        raise error("by the user")
+
+    def nothing(*_: Any) -> None:
+        return None
+
+    async with ap.open_backend(spec) as backend:
+        if where == "device":
+            monkeypatch.setattr(backend, "notify", broken)
+        event = backend.queue.post(broken if where == "job" else nothing, broken if where == "then" else nothing)
+        with pytest.raises(RuntimeError if error is asyncio.CancelledError else error, match="by the user") as caught:
+            await event
+        assert error in (type(caught.value), type(caught.value.__cause__))
+        monkeypatch.undo()
+        with pytest.raises(type(caught.value), match="by the user"):
+            await backend.queue.synchronize()
+        await backend.queue.post(nothing)
+        assert backend.queue.pending == 0
+
+
+async def test_a_lane_that_cannot_be_made_once_the_event_has_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody who called is there any more: it is the job that fails."""
+
+    def refuse(**_: Any) -> Any:
+        raise RuntimeError("no more threads")
+
+    async with ap.open_backend("cpu:0") as backend:
+        gate = ap.Event("gate")
+        backend.event_wait(gate)
+        monkeypatch.setattr(backend, "make_lane", refuse)
+        held = backend.queue.post(lambda: None)
+        gate.set()
+        with pytest.raises(RuntimeError, match="no more threads"):
+            await held
+        monkeypatch.undo()
+        await backend.queue.post(lambda: None)
+        with pytest.raises(RuntimeError, match="no more threads"):
+            await backend.queue.synchronize()

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import aiopipe as ap
+from aiopipe.batch_request import to_host
 from aiopipe.devices.clock import VirtualClock
 from aiopipe.devices.sim import Cluster
 from models import mlp, mlp_params
@@ -367,6 +369,47 @@ async def test_like_refuses_a_call_before_it_is_merged(inputs: Any, message: str
         assert len(recorder.batches) == 1 and len(recorder.batches[0]) == 1
 
 
+async def test_like_and_lengths() -> None:
+    """The axis that is padded may have any length; a flag for each row has no such axis, and is not padded."""
+    like = (np.ones((1, 1), np.int32), jax.ShapeDtypeStruct((1,), np.bool_))
+    seen: list[Any] = []
+
+    def model(w: Any, ids: Any, flags: Any) -> Any:
+        seen.append((ids.shape, flags.shape))
+        return (ids * w).sum(1) * flags
+
+    async with ap.Pipeline(model, np.int32(2), devices=["cpu:0"]) as pipe:
+        async with ap.Batcher(pipe, max_batch=2, buckets=[2], lengths=[4], like=like) as batcher:
+            await batcher.prepare()
+            assert set(seen) == {((2, 4), (2,))}
+            ys = await asyncio.gather(
+                batcher(np.ones((1, 3), np.int32), np.ones(1, np.bool_)),
+                batcher(np.ones((1, 4), np.int32), np.zeros(1, np.bool_)),
+            )
+            assert [y.tolist() for y in ys] == [[6], [0]]
+            with pytest.raises(ap.TensorError, match=r"'0' is float32\[1,3\], expected int32\[rows,length\]"):
+                await batcher(np.ones((1, 3), np.float32), np.ones(1, np.bool_))
+
+
+async def test_values_that_are_not_here_are_read_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Away(ap.Handle):
+        shape, dtype = (2,), np.dtype(np.float32)
+
+        def read(self) -> Callable[[], Any]:
+            threads.add(threading.current_thread())
+            return lambda: np.array([1, 2], np.float32)
+
+    threads: set[threading.Thread] = set()
+    here = np.array([3.0, 4.0])
+    away, still = await to_host([Away(), here])
+    assert away.tolist() == [1, 2] and still is here
+    monkeypatch.setattr("aiopipe._jax.is_ready", lambda value: threads.add(threading.current_thread()))
+    (waited,) = await to_host([jnp.arange(3)])
+    assert waited.tolist() == [0, 1, 2]
+    assert threading.main_thread() not in {thread for thread in threads if thread.name == "aiopipe-fetch"}
+    assert any(thread.name == "aiopipe-fetch" for thread in threads)
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -600,6 +643,34 @@ async def test_closing_drops_what_waits_and_what_is_on_its_way(how: str) -> None
         with pytest.raises(ap.BackendClosedError, match="closed before this result was there"):
             await call
     assert recorder.cancelled == 1 and len(recorder.batches) == 1
+
+
+async def test_closing_that_is_cancelled_again_still_waits_for_its_batches() -> None:
+    """A pipeline takes its time to hear of a cancellation; no task may be left that nobody knows."""
+    gate, ended = asyncio.Event(), False
+
+    async def slow(x: Any) -> Any:
+        nonlocal ended
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await gate.wait()
+            ended = True
+
+    slow.n_copies = 1  # type: ignore[attr-defined]
+    batcher = ap.Batcher(slow, max_wait=0.0)  # type: ignore[arg-type]
+    await begun([batcher(rows(1))])
+    await asyncio.sleep(0)
+    closing = asyncio.ensure_future(batcher.aclose())
+    for _ in range(3):
+        await asyncio.sleep(0)
+        closing.cancel()
+    await asyncio.sleep(0)
+    assert not closing.done() and not ended
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert ended
 
 
 async def test_the_pipeline_is_closed_first() -> None:

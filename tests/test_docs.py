@@ -1,4 +1,4 @@
-"""The documents: what they name exists, and what they show runs."""
+"""The documents: what they name exists. What they show runs: tests/test_blocks.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import aiopipe
-from processes import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -18,7 +17,6 @@ DOCUMENTS = {path.relative_to(ROOT).as_posix(): path for path in FILES}
 EVERY_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS)
 
 TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
-PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 ROW = re.compile(r"^\| *(.*?) *\|$", re.MULTILINE)
@@ -142,15 +140,3 @@ def test_every_promise_is_held_by_tests() -> None:
         for name in named:
             path, _, test = name.partition("::")
             assert (not test and (ROOT / path).is_file()) or test in names_in(path), f"{promise}: there is no {name}"
-
-
-def test_readme_runs(tmp_path: Path) -> None:
-    """All blocks in order, in one fresh process, as a reader would paste them."""
-    blocks = PYTHON.findall(text_of("README.md"))
-    assert len(blocks) >= 2
-    script = tmp_path / "readme.py"
-    script.write_text("\n".join(blocks), encoding="utf-8")
-    done = run_script(script, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert "2 splits" in done.stdout

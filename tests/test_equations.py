@@ -223,6 +223,25 @@ def test_costs_of_bodies() -> None:
     assert cost(jax.jit(lambda x: x @ w), X) == once
 
 
+def test_cost_of_a_ragged_product() -> None:
+    """Each row is multiplied with the matrix of its group."""
+    sizes = jnp.array([3, 4], jnp.int32)
+    rows, matrices = jnp.ones((7, 5)), jnp.ones((2, 5, 6))
+    assert cost(lambda x, w: jax.lax.ragged_dot(x, w, sizes), rows, matrices) == 2 * 7 * 5 * 6
+
+
+@pytest.mark.parametrize("estimate", [None, 1e6])
+def test_cost_of_a_kernel_is_what_its_author_says(estimate: float | None) -> None:
+    pallas = pytest.importorskip("jax.experimental.pallas", reason="this platform's JAX has no Pallas")
+
+    def double(x_ref: Any, o_ref: Any) -> None:
+        o_ref[...] = x_ref[...] * 2
+
+    said = None if estimate is None else pallas.CostEstimate(flops=int(estimate), transcendentals=0, bytes_accessed=0)
+    kernel = pallas.pallas_call(double, jax.ShapeDtypeStruct((8,), np.float32), cost_estimate=said, interpret=True)
+    assert cost(kernel, jnp.ones(8)) == (estimate or 8.0)
+
+
 def test_bytes_of_a_lookup_are_those_of_the_rows() -> None:
     """Else an embedding table would count as work, and unbalance whatever is cut by it."""
     table, ids = jnp.zeros((1000, 8)), jnp.zeros((4,), jnp.int32)

@@ -59,6 +59,23 @@ def test_a_callback_that_raises_where_no_loop_runs_raises_there() -> None:
     assert event.done()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_callback_may_end_the_program(error: type[BaseException]) -> None:
+    def end(_: Event) -> None:
+        raise error("by the user")
+
+    async def main() -> None:
+        event = Event()
+        event.add_callback(end)
+        try:
+            event.set()
+        finally:
+            assert event.done()
+
+    with pytest.raises(error, match="by the user"):
+        asyncio.run(main())
+
+
 async def test_callbacks_run_once_also_when_added_late() -> None:
     event = Event()
     seen: list[str] = []

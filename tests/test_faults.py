@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import subprocess
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -260,9 +261,13 @@ async def opened(kind: str) -> Any:
 
 
 def what_is_said_of(make: Callable[[], Any]) -> list[str]:
+    gc.collect()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         make()
+        for thread in threading.enumerate():  # one that has done its work still holds it until it has ended
+            if thread.name.startswith("aiopipe-") and not thread.daemon:
+                thread.join(10)
         gc.collect()
     return [str(w.message) for w in said if w.category is ResourceWarning]
 

@@ -14,6 +14,7 @@ import pytest
 
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster, HostOp
+from hanging import Later
 from models import assert_close, batch, mlp, mlp_params, oracle
 from simgraphs import SPEC, array, chain, unsplit
 
@@ -212,6 +213,20 @@ class TestTensors:
             with pytest.raises(ap.TensorError, match=r"'good' .* has no value"):
                 await backend.graph_compute(graph, good)
 
+    async def test_values_beside_tensors(self) -> None:
+        b = ap.GraphBuilder("two")
+        x, y = b.input("x", *SPEC), b.input("y", *SPEC)
+        graph = b.build(b.node("minus", [x, y], [SPEC], fn=HostOp(lambda x, y: x - y)))
+        async with ap.open_backend("sim:0") as backend:
+            tensor = backend.alloc_buffer(64).alloc((4,), "int64", "x")
+            backend.tensor_set_async(tensor, array(7))
+            result = await backend.graph_compute(graph, tensor, array(2))
+            np.testing.assert_array_equal(result, array(7) - array(2))
+            narrow = array().astype(np.int32)
+            for wrong, got in [(array()[:2], r"int64\[2\]"), (narrow, r"int32\[4\]"), (5, r"int\[\]")]:
+                with pytest.raises(ap.TensorError, match=rf"'y' int64\[4\] of graph 'two' got {got}: give a value"):
+                    backend.graph_compute_async(graph, tensor, wrong)
+
     async def test_a_pipeline_by_hand_overlaps(self) -> None:
         """Two stages of a second each, and events: four evaluations take five seconds."""
         cluster = Cluster(2, compute=True)
@@ -265,6 +280,45 @@ class TestEvaluations:
             assert "negative" in str(failed.value.__cause__)
             got = await backend.graph_compute(graph, np.ones(3, np.float32))
             np.testing.assert_array_equal(np.asarray(got), np.full(3, 2.0))
+
+    @pytest.mark.parametrize("error", [MemoryError("boom"), RuntimeError("RESOURCE_EXHAUSTED: boom")])
+    async def test_no_memory_left(self, error: Exception) -> None:
+        def fail(x: Any) -> Any:
+            raise error
+
+        (backend,) = Cluster(1, compute=True, memory_nbytes=4096).backends
+        with pytest.raises(ap.OutOfMemoryError, match=r"boom\n'sim:0' has no memory left.* returns 64 bytes") as oom:
+            await backend.graph_compute(chain([HostOp(fail)]), array())
+        assert (oom.value.asked_nbytes, oom.value.available_nbytes) == (64, 4096)
+        assert (oom.value.backend, oom.value.__cause__) == ("sim:0", error)
+
+    async def test_only_who_is_cancelled_is_cancelled(self) -> None:
+        """An operation that raises `CancelledError` fails; what waits for a cancelled evaluation is cancelled, too."""
+
+        def fail(x: Any) -> Any:
+            raise asyncio.CancelledError("by the operation")
+
+        (backend,) = Cluster(1, compute=True).backends
+        async with Later() as other:
+            for owner in (backend, other):
+                with pytest.raises(ap.EvaluationError, match="by the operation"):
+                    await owner.graph_compute(chain([HostOp(fail)]), array())
+        first = ap.Event("first")
+        backend.event_wait(first)
+        behind = backend.graph_compute_async(chain(1), array())
+        first.set(asyncio.CancelledError())
+        with pytest.raises(asyncio.CancelledError):
+            await behind
+        assert behind.cancelled()
+
+    async def test_a_state_needs_a_scheduler(self) -> None:
+        b = ap.GraphBuilder("counter")
+        s, x = b.state("s", *SPEC), b.input("x", *SPEC)
+        (new,) = b.node("add", [s, x], [SPEC], fn=HostOp(lambda s, x: s + x))
+        (backend,) = Cluster(1).backends
+        graph = b.build([], new_state=[new])
+        with pytest.raises(ap.StateError, match=r"'counter' has a state .*which only a Scheduler keeps"):
+            await backend.graph_plan_create(graph)
 
     async def test_cancelling_drops_what_has_not_been_launched(self) -> None:
         cluster = Cluster(1, compute=True, record=True)

@@ -404,8 +404,25 @@ def test_missing_analyses_are_tolerated() -> None:
         def memory_analysis(self) -> Any:
             return None
 
+    class Others:
+        """What other platforms and versions of JAX have said."""
+
+        def __init__(self, cost: Any) -> None:
+            self.cost = cost
+
+        def cost_analysis(self) -> Any:
+            return self.cost
+
+        def memory_analysis(self) -> Any:
+            raise NotImplementedError
+
     assert _jax_compile._cost_analysis(Nothing()) == {}
     assert _jax_compile._memory_stats(Nothing()).temp_nbytes == 0
+    assert _jax_compile._memory_stats(Others(None)).temp_nbytes == 0
+    for cost in (None, [], [None], "unknown", {"flops": "many"}):
+        assert _jax_compile._cost_analysis(Others(cost)) == {}
+    for cost in ({"flops": 3}, [{"flops": 3, "properties": ()}]):
+        assert _jax_compile._cost_analysis(Others(cost)) == {"flops": 3.0}
 
 
 def test_avals_of_tensors(device: jax.Device) -> None:

@@ -140,6 +140,31 @@ def test_a_launch_that_fails_says_which_and_leaves_the_ones_before_it(where: str
     assert (good.told, bad.told) == (["token"], [])
 
 
+def test_copies_that_were_begun_for_a_split_that_was_not_launched_are_known() -> None:
+    """Somebody has to wait for them before their slots are used again; what the backend does not hold needs no wait."""
+    env, boom = Environment(4, 2), RuntimeError("boom")
+    stray = [Broken(call=boom), Broken(call=boom), Broken(transfer=boom), Broken(call=boom)]
+    stray[3].transfer = lambda values: [None] * len(values)  # type: ignore[method-assign]
+    for i, backend in enumerate(stray):
+        env.slots[:2] = f"x{i}", None
+        with pytest.raises(LaunchError):
+            launch_splits([bound(0, backend, FEED)], env)
+    assert env.strays == [(stray[0], ("moved", "x0")), (stray[1], ("moved", "x1"))]
+
+
+@pytest.mark.parametrize("n_moved", [1, 3])
+def test_a_backend_that_moves_fewer_or_more_than_asked_is_at_fault(n_moved: int) -> None:
+    """Nothing runs with operands that were not brought."""
+    env, backend = Environment(5, 2), Broken()
+    env.slots[:2] = "x", "y"
+    backend.transfer = lambda values: ["z"] * n_moved  # type: ignore[method-assign]
+    feed = FEED._replace(moves=((0, 2), (1, 3)), gather=((0, 3),), frees=(), outputs=(4,), marker=0)
+    with pytest.raises(LaunchError) as caught:
+        launch_splits([bound(0, backend, feed)], env)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert (backend.told, env.slots[4]) == ([], None)
+
+
 def test_operands_of_one_evaluation_are_not_those_of_the_next() -> None:
     env, other, backend = Environment(4, 2), Environment(4, 2), Broken()
     env.slots[0], other.slots[0] = "x", "y"

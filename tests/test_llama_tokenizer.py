@@ -152,7 +152,7 @@ def with_template(file: File, template: str | None) -> Tokenizer:
     [
         (None, "it has no chat template"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% for", "does not accept"),
+        ("{% for", "its chat template cannot be read"),
         ("{{ messages.append(1) }}", "does not accept"),
         ("{{ ''.__class__.__mro__ }}", "does not accept"),
         ("{{ 1 // 0 }}", "does not accept"),

@@ -163,3 +163,17 @@ def test_a_loop_that_is_gone_is_not_told(wake: str) -> None:
     kept.clear()
     gc.collect()
     assert descriptors() == before
+
+
+def test_a_loop_that_refuses_although_it_is_open_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise RuntimeError("not now")
+
+    mailbox, loop = Mailbox(), asyncio.new_event_loop()
+    mailbox.loop = loop  # without a bell
+    monkeypatch.setattr(loop, "call_soon_threadsafe", refuse)
+    with pytest.raises(RuntimeError, match="not now"):
+        mailbox.post(print)
+    loop.close()
+    mailbox._awake = False
+    mailbox.post(print)  # closed: nobody is left to tell

@@ -319,7 +319,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-async def test_a_process_that_is_killed_is_told_to_every_waiter_at_once() -> None:
+async def test_a_process_that_is_killed_is_told_to_every_waiter_at_once() -> None:  # S33
     backend = ap.open_backend("ray:cpu:0")
     assert isinstance(backend, RemoteBackend)
     params = mlp_params(2)

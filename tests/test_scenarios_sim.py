@@ -149,6 +149,41 @@ async def test_a_split_that_nobody_waits_for_still_ends_before_its_slot_is_free(
             assert cluster.clock.now == 5.0 * (k + 1)
 
 
+async def test_a_last_batch_of_another_shape_waits_for_nothing() -> None:  # S11
+    """Another shape is another graph: it enters the devices behind the others, without a full stop between them."""
+    cluster = Cluster(3, compute=True, split_cost_s=1.0)
+    graphs = [chain(3, name="512"), chain(3, name="37")]
+    async with ap.Scheduler(cluster.backends, n_copies=4) as sched:
+        for graph in graphs:
+            sched.set_cut(graph, range(3))
+            await sched.plan(graph)
+        runs = [(g, await sched.graph_compute_async(graphs[g], array(k))) for k, g in enumerate([0, 0, 0, 1, 0, 1, 1])]
+        for k, (g, run) in enumerate(runs):
+            assert_equal(await run, unsplit(graphs[g], array(k)))
+        assert cluster.clock.now == lower_bound_s([1.0] * 3, 7)
+        settled(sched)
+
+
+async def test_an_op_that_accelerators_lack_runs_on_the_host() -> None:  # S35
+    """As `eig`, which JAX has on CPUs alone: what comes before and behind it stays where its weights are."""
+    cluster = Cluster(3, compute=True, record=True, unsupported_ops={0: {"eig"}, 1: {"eig"}})
+    b = GraphBuilder("eig")
+    x = b.input("x", *SPEC)
+    weights = [b.weight(f"w{i}", *SPEC, source=array(i)) for i in range(2)]
+    (x,) = b.node("mul", [x, weights[0]], [SPEC], fn=HostOp(lambda x, w: x * 2 + w, cost_s=1.0))
+    (x,) = b.node("eig", [x], [SPEC], fn=HostOp(lambda x: x * 3, cost_s=1.0))
+    (x,) = b.node("mul", [x, weights[1]], [SPEC], fn=HostOp(lambda x, w: x * 5 + w, cost_s=1.0))
+    graph = b.build([x])
+    async with ap.Scheduler(cluster.backends) as sched:
+        for i in range(2):
+            sched.set_tensor_backend(graph, graph.weights[i], f"sim:{i}")
+        for k in range(3):
+            assert_equal(await sched.graph_compute(graph, array(k)), ((array(k) * 2 + array(0)) * 3) * 5 + array(1))
+        launches = [record.backend.name for record in cluster.log if record.kind == "launch"]
+        assert launches == ["sim:0", "sim:2", "sim:1"] * 3
+        settled(sched)
+
+
 # Memory ------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import jax
@@ -206,22 +206,13 @@ async def test_a_client_that_leaves_just_when_the_work_is_done() -> None:
 # What the page is told -------------------------------------------------------------------------------
 
 
-class Ran(NamedTuple):
-    kind: str
-    evaluation: int
-    split: int
-    backend: str
-    begin_s: float
-    end_s: float
-
-
 def told(data: bytes) -> Any:
     return json.loads(data.removeprefix(b"data: "))
 
 
 async def test_everything_that_ran_is_told_once_and_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 0.0
-    ran: list[Ran] = []
+    ran: list[ap.Span] = []
 
     async def period(seconds: float) -> None:
         nonlocal clock
@@ -238,8 +229,8 @@ async def test_everything_that_ran_is_told_once_and_to_everybody(monkeypatch: py
     seen: list[list[Any]] = [[], []]
     for step in range(40):
         for split in range(2):
-            ran.append(Ran("compute", step, split, f"cpu:{split}", clock - 0.1, clock))
-        ran.append(Ran("wait", step, -1, "host", clock - 0.1, clock))
+            ran.append(ap.Span("compute", f"cpu:{split}", step, split, 0, clock - 0.1, clock))
+        ran.append(ap.Span("wait", "host", step, -1, 0, clock - 0.1, clock))
         for watcher, spans in zip(watchers, seen, strict=True):
             found = told(await anext(watcher))
             assert set(found) == {"now", "spans", "writing"}

@@ -21,8 +21,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "devices", "sched", "_jax_settings"),
     ("_loops",),
     ("_threads", "sync"),
-    ("graph", "events", "comparison", "handle", "lanes", "batching"),
-    ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types", "batch_tally"),
+    ("graph", "events", "comparison", "handle", "lanes", "batching", "spans"),
+    ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types", "batch_tally", "notes"),
+    ("statistics", "timeline_draw", "timeline_file"),
+    ("timeline_plot",),
     ("_jax_move", "_jax_nans"),
     ("_arguments", "buffer", "graph_plan", "_jax"),
     ("_jaxpr", "_jax_compile", "_specs", "fetch", "tensor_range"),
@@ -33,7 +35,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("lane_pool", "live_weights", "devices.remote_actor", "devices.xla", "devices.simvalue", "sched.assign"),
     ("devices.remote_link", "devices.simbackend", "sched.order"),
     ("devices.remote", "sched.split"),
-    ("devices.ray", "statistics", "sched.alloc", "sched.lower"),
+    ("devices.ray", "sched.alloc", "sched.lower"),
     ("sched.plan_text",),
     ("sched.plan_dot",),
     ("devices.sim", "sched.plan", "sched.stimuli"),
@@ -41,13 +43,14 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("loader",),
     ("completion", "mailbox"),
     ("run",),
-    ("observe", "watcher"),
+    ("recorder",),
+    ("observe", "timeline", "watcher"),
     ("runner", "by_hand"),
     ("plans",),
     ("states", "closing", "counts"),
     ("ready",),
     ("sched.scheduler",),
-    ("placement", "timeline"),
+    ("placement",),
     ("pipeline", "compare"),
     ("batcher",),
     ("",),
@@ -63,10 +66,12 @@ TRACING = frozenset(
     "_arguments _jax _jax_compile _jax_cost _jax_export _jax_lift _jax_memory _jax_move _jax_nans _jax_settings "
     "_jax_source _jax_types _jaxpr _specs trace".split()
 )
-PURE = TRACING | {"errors", "graph", "graph_builder", "devices.base", "batching", "batch_tally"}
+PURE = TRACING | set(
+    "errors graph graph_builder devices.base batching batch_tally notes spans timeline_draw timeline_file".split()
+)
 SCHEDULING = tuple(
-    "sched by_hand closing completion counts lane_pool loader observe plans ready run runner staging states statistics "
-    "streaming watcher".split()
+    "sched by_hand closing completion counts lane_pool loader observe plans ready recorder run runner staging states "
+    "statistics streaming watcher".split()
 )
 IMPURE_SCHED = frozenset({"sched.scheduler"})
 
@@ -82,7 +87,11 @@ JAX_IN = TRACING | {"devices.xla", "fetch", "placement", "pipeline", "state", "s
 
 # `ml_dtypes` comes with JAX, which cannot do without it.
 CORE_DEPENDENCIES = frozenset({"anyio", "jax", "jaxlib", "ml_dtypes", "numpy"})
-EXTRAS = {"cli": frozenset({"rich", "typer"}), "devices.ray": frozenset({"ray"})}
+EXTRAS = {
+    "cli": frozenset({"rich", "typer"}),
+    "devices.ray": frozenset({"ray"}),
+    "timeline_plot": frozenset({"matplotlib"}),
+}
 
 MAX_LINES = 400
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from .. import _threads
-from ..backend import Backend, Dispatch, Executable, InlineLane, Lane
+from ..backend import Backend, Dispatch, Executable, InlineLane, Lane, Told
 from ..errors import AllocationError, PlacementError, TensorError
 from ..graph import Tensor
 from ..tensor_range import Range, written
@@ -85,6 +85,7 @@ class SimBackend(Backend):
 
     device: SimDevice
     has_threads = False
+    tells_times: ClassVar[bool] = True
 
     def __init__(self, cluster: World, unit: Unit, *, dispatch: Dispatch = "auto") -> None:
         super().__init__(unit.device.name, unit.device, dispatch=dispatch)
@@ -183,6 +184,8 @@ class SimBackend(Backend):
             else:
                 copy = SimValue(unit, spec, end, error, None)
             arrived.append(copy)
+            if self.told is not None:
+                self.told.append(Told(begin, end, "" if src is None else src.device.name, spec.nbytes))
             if cluster.record:
                 source = None if src is None else cluster.backends[src.device.index]
                 cluster.log.append(Record(self, None, begin, end, "copy", source, self, spec.nbytes))
@@ -351,6 +354,8 @@ def _launcher(backend: SimBackend, program: Program, cost_s: float) -> Callable[
             raise TensorError(f"{program.name} got a {got}: `transfer` it to {backend.name} first") from None
         unit.free_at = end = start + cost_s
         unit.busy_s += cost_s
+        if backend.told is not None:
+            backend.told.append(Told(start, end))
         if record:
             log.append(Record(backend, program, start, end))
         if compute:

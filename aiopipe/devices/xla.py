@@ -153,6 +153,7 @@ class XlaBackend(Backend):
             call=compiled.call,
             memory=compiled.memory,
             blocks=_can_block(program, compiled, self.device.props.type),
+            instant=_runs_in_caller(compiled, self.device.props.type),
             launch_s=8e-6 + 4e-7 * len(program.inputs) + min(compiled.bytes_accessed or 0.0, INLINE_NBYTES) / 5e9,
         )
 
@@ -323,11 +324,16 @@ def _can_block(program: Program, compiled: _jax_compile.Compiled, kind: DeviceTy
     """
     if compiled.has_callback or compiled.waits:
         return True
-    if kind is not DeviceType.CPU or (compiled.flops is not None and compiled.flops >= INLINE_FLOPS):
+    if kind is not DeviceType.CPU or not (compiled.flops is None or _runs_in_caller(compiled, kind)):
         return False
     if compiled.has_loop or any(node.op in _SLOW_OPS for node in program.nodes):
         return True
     return (compiled.bytes_accessed or 0.0) > INLINE_NBYTES
+
+
+def _runs_in_caller(compiled: _jax_compile.Compiled, kind: DeviceType) -> bool:
+    """Whether XLA runs it in the caller for certain: see `INLINE_FLOPS`."""
+    return kind is DeviceType.CPU and compiled.flops is not None and compiled.flops < INLINE_FLOPS
 
 
 def _wait(values: Sequence[Any]) -> BaseException | None:

@@ -6,14 +6,18 @@ write different slots, and let go of none that the other reads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..backend import Backend, Executable
 from .plan import LaunchList
 from .split import Split
 
-__all__ = ["BoundSplit", "Environment", "LaunchError", "launch_splits"]
+__all__ = ["BoundSplit", "Clock", "Environment", "LaunchError", "launch_splits"]
+
+Clock = Callable[[], float]
+"""Says what time it is, in seconds."""
 
 
 class LaunchError(Exception):
@@ -72,12 +76,20 @@ class BoundSplit:
         self.marker = feed.marker
 
 
-def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
+def launch_splits(
+    splits: Sequence[BoundSplit],
+    env: Environment,
+    times: list[float] | None = None,
+    clock: Clock = time.perf_counter,
+) -> None:
     """Launch splits in order; their results appear in the environment, not yet ready.
 
     Args:
         splits: which ones.
         env: the evaluation's values.
+        times: where to write down when the values that a split brings over had been asked for, if it brings any,
+            and when its call had returned; see `aiopipe.notes`.
+        clock: says what time it is.
 
     Raises:
         LaunchError: one could not be launched; the ones before it are.
@@ -85,7 +97,9 @@ def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
     slots, markers = env.slots, env.markers
     for split in splits:
         try:
-            marker = markers[split.index] = _launch(split, slots)
+            marker = markers[split.index] = _launch(split, slots, times, clock)
+            if times is not None:
+                times.append(clock())
             split.backend.launched(marker)
         except BaseException as error:  # a lane's thread must not end with it
             env.leave(split)
@@ -94,7 +108,7 @@ def launch_splits(splits: Sequence[BoundSplit], env: Environment) -> None:
             slots[slot] = None
 
 
-def _launch(split: BoundSplit, slots: list[Any]) -> Any:
+def _launch(split: BoundSplit, slots: list[Any], times: list[float] | None, clock: Clock) -> Any:
     """Launch one split; return its marker.
 
     A function of its own, so that nothing here holds a value longer than the slots do: in the loop of
@@ -109,6 +123,8 @@ def _launch(split: BoundSplit, slots: list[Any]) -> Any:
             moved = split.backend.transfer([slots[read] for read, _ in moves])
             for (_, fill), value in zip(moves, moved, strict=True):
                 slots[fill] = value
+        if times is not None:
+            times.append(clock())
     operands = split.template.copy()
     for position, slot in split.feeds:
         operands[position] = slots[slot]

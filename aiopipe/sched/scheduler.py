@@ -15,19 +15,21 @@ from ..by_hand import ByHand
 from ..closing import Closing
 from ..counts import statistics_of
 from ..devices.base import BufferType
-from ..errors import PlacementError
+from ..errors import AiopipeError, PlacementError
 from ..evaluation import Evaluation
 from ..graph import Graph, Tensor
 from ..loader import Loader
 from ..observe import EvalCallback, Pieces
 from ..plans import Plans
 from ..ready import Ready
+from ..recorder import CAPACITY, Recorder
 from ..registry import index_of, with_host
 from ..runner import Runner, seconds_of
 from ..state import State
 from ..states import States
-from ..statistics import BusyClock, Statistics
+from ..statistics import Statistics
 from ..streaming import stream_in_order
+from ..timeline import Timeline
 from .alloc import choose_buffer_types, memory_limits
 from .plan import Plan
 
@@ -57,7 +59,8 @@ class Scheduler:
         deadline: seconds that an evaluation may take, from its submission (a new graph is loaded before that). One
             that is not done then fails with `DeadlineExceeded`. What a device works on cannot be recalled, so its
             slot comes back when the device is done; until then the others go on with the slots that are left.
-        timeline: record how long every split ran, for `statistics().busy`.
+        timeline: record what runs where and when: `Scheduler.timeline`. A number says of how many spans the
+            newest are kept.
         on_progress: called with (compiled, to compile) while a new plan is compiled.
 
     Use it as an async context manager, on one event loop.
@@ -77,17 +80,18 @@ class Scheduler:
         op_offload: bool = False,
         forbid_replan: bool = False,
         deadline: float | None = None,
-        timeline: bool = False,
+        timeline: bool | int = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.backends, self._opened = with_host(backends)
-        self._busy = BusyClock([b.name for b in self.backends]) if timeline else None
+        recorder = Recorder(self.backends, CAPACITY if timeline is True else timeline) if timeline else None
+        self._timeline = None if recorder is None else Timeline.of(recorder)
         self.buffer_types = choose_buffer_types([backend.device for backend in self.backends], buffer_types)
         self.memory_limits = memory_limits([backend.device for backend in self.backends], memory_limit)
         self._loader = Loader(on_progress)
         auto = n_copies == "auto"
         copies = AUTO_COPIES if isinstance(n_copies, str) else n_copies
-        self._runner = Runner(copies, Pieces(self._loader.compile), self._busy)
+        self._runner = Runner(copies, Pieces(self._loader.compile), recorder)
         self._runner.deadline = seconds_of(deadline)
         self._plans = Plans(
             self.backends,
@@ -119,6 +123,17 @@ class Scheduler:
     def n_splits(self) -> int:
         """How many splits the graph that was planned last has; 0 before the first."""
         return self._ready.n_splits
+
+    @property
+    def timeline(self) -> Timeline:
+        """What ran where and when; of the newest evaluations. It can be read after the end, too.
+
+        Raises:
+            AiopipeError: the scheduler was made without ``timeline=True``.
+        """
+        if self._timeline is None:
+            raise AiopipeError("this scheduler records no timeline: make it with timeline=True")
+        return self._timeline
 
     def buffer_size(self, backend: Backend | str) -> int:
         """Bytes that the loaded plans need on a backend.
@@ -330,12 +345,12 @@ class Scheduler:
 
     def statistics(self) -> Statistics:
         """What has been done since the scheduler was made."""
-        return statistics_of(self._runner, self._plans, self._loader, self._busy)
+        return statistics_of(self._runner, self._plans, self._loader, self._timeline)
 
     def reset_busy(self) -> None:
         """Count busy time from now on (after warming up, say)."""
-        if self._busy is not None:
-            self._busy.reset()
+        if self._timeline is not None:
+            self._timeline.clear()
 
     async def aclose(self, *, cancel: bool = False, timeout_s: float | None = 30.0) -> None:
         """Finish (or with `cancel` drop) what is in flight, then end every thread. Idempotent.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -174,8 +175,20 @@ def read_file(path: str | os.PathLike[str]) -> File:
         for name, shape, kind, offset in infos:
             if name in tensors:
                 cursor.fail(f"the tensor {name!r} comes twice")
+            if offset % alignment:
+                cursor.fail(f"the tensor {name!r} begins at {offset}, which is no multiple of {alignment}")
             tensors[name] = _place(cursor, name, shape, kind, start + offset)
+        _check_apart(cursor, tensors.values())
     return File(path, fields, tensors)
+
+
+def _check_apart(cursor: _Cursor, tensors: Iterable[Tensor]) -> None:
+    """Refuse tensors that share bytes: a small file could stand for any amount of weights."""
+    end, before = 0, ""
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.offset < end:
+            cursor.fail(f"the tensors {before!r} and {tensor.name!r} overlap")
+        end, before = tensor.offset + tensor.n_bytes, tensor.name
 
 
 def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:

@@ -9,6 +9,7 @@ import codecs
 import functools
 import os
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,7 @@ class Tokenizer:
             "bos_token": "" if self._bos is None else tokens[self._bos],
             "eos_token": "" if eos is None else tokens[eos],
         }
-        model = self._field("model")
+        model = self._text("model")
         if model == "gpt2":
             self._pieces = _bpe_pieces(tokens, kinds)
             special = [tokens[i] for i, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)]
@@ -143,8 +144,6 @@ class Tokenizer:
 
     def chat_text(self, messages: Sequence[Mapping[str, str]], answer: bool = True) -> str:
         """The text of which `chat` gives the token ids."""
-        import jinja2
-
         for message in messages:
             if not isinstance(message, Mapping) or not all(
                 isinstance(message.get(k), str) for k in ("role", "content")
@@ -153,9 +152,10 @@ class Tokenizer:
         if not messages:
             raise ValueError("got no messages, but a chat needs one at least")
         given = {"messages": [dict(m) for m in messages], "add_generation_prompt": answer, **self._names}
+        template = self._template
         try:
-            return self._template.render(given)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            return template.render(given)
+        except Exception as error:  # a template is a program
             raise ValueError(f"{self._path}: its chat template does not accept these messages: {error}") from error
 
     @functools.cached_property
@@ -174,15 +174,24 @@ class Tokenizer:
         # The template comes from a file of unknown origin; these options are the ones it was written for.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = raise_exception
-        return environment.from_string(template)
+        try:
+            return environment.from_string(template)
+        except Exception as error:
+            raise ValueError(f"{self._path}: its chat template cannot be read: {error}") from error
 
     def _field(self, name: str) -> Any:
         return self._fields.get(f"tokenizer.ggml.{name}")
 
+    def _text(self, name: str, default: str = "") -> str:
+        value = self._field(name)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{self._path}: tokenizer.ggml.{name} is {reprlib.repr(value)}, but must be a text")
+        return value or default
+
     def _id(self, name: str) -> int | None:
         value = self._field(name)
         if value is not None and not (isinstance(value, int) and 0 <= value < self.n_vocab):
-            raise ValueError(f"{self._path}: {name} is {value!r}, but there are {self.n_vocab} tokens")
+            raise ValueError(f"{self._path}: {name} is {reprlib.repr(value)}, but there are {self.n_vocab} tokens")
         return value
 
     def _encode(self, text: str, special: bool) -> list[int]:
@@ -199,7 +208,7 @@ class Tokenizer:
             raise ValueError(f"{self._path}: tokenizer.ggml.merges must hold pairs of tokens")
         bytes_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         before = {"gpt-2": [], "default": [], "smollm": [pre_tokenizers.Digits(individual_digits=True)]}
-        if (name := self._field("pre") or "default") not in before:
+        if (name := self._text("pre", "default")) not in before:
             raise ValueError(f"{self._path}: its text is split in the way {name!r}; only {sorted(before)} are known")
         try:
             encoder = Tokenizer(models.BPE(self._ids, [tuple(merge.split(" ")) for merge in merges]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +87,22 @@ def read_config(file: File) -> Config:
         value = file.fields.get(f"llama.{key}", default)
         good = isinstance(value, int | float) and not isinstance(value, bool) and (kind is float or type(value) is int)
         if not good or not 0 < value < most:
-            raise fail(f"llama.{key} is {value!r}, but must be {'a whole' if kind is int else 'a'} number above 0")
+            what = "a whole" if kind is int else "a"
+            raise fail(f"llama.{key} is {reprlib.repr(value)}, but must be {what} number above 0")
         return kind(value)
 
-    if (architecture := file.fields.get("general.architecture")) != "llama":
-        raise fail(f"its architecture is {architecture!r}, but this code computes 'llama' only")
+    architecture = file.fields.get("general.architecture")
+    if not isinstance(architecture, str) or architecture != "llama":
+        raise fail(f"its architecture is {reprlib.repr(architecture)}, but this code computes 'llama' only")
+    parts = file.fields.get("split.count", 0)
+    if not isinstance(parts, int) or parts > 1:
+        n = reprlib.repr(parts)
+        raise fail(f"it is one of {n} parts of a model; join them first, with llama-gguf-split --merge")
     for key, value in file.fields.items():
         name = key.removeprefix("llama.")
         neutral = value in (0, "", "none") if isinstance(value, int | float | str) else False
         if name != key and name not in _READ + _HARMLESS and not neutral:
-            raise fail(f"{key} is {str(value)[:60]!r}, which this code does not compute")
+            raise fail(f"{key} is {reprlib.repr(value)}, which this code does not compute")
 
     d_model, n_heads = number("embedding_length", int), number("attention.head_count", int)
     n_kv_heads = number("attention.head_count_kv", int, n_heads)

@@ -5,8 +5,8 @@ An ordinary function of an ordinary pytree. It knows nothing of devices or pipel
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from package import folder_of, how_to_install
+
+from .files import read_json, read_tensors
 
 __all__ = ["MINILM", "PACKAGE", "Config", "embed", "encode", "load", "model_dir"]
 
@@ -49,13 +51,30 @@ class Config:
         """Reads Hugging Face's ``config.json``.
 
         Raises:
-            ValueError: the file describes a model that `embed` does not compute.
+            ValueError: the file is damaged, or describes a model that `embed` does not compute.
         """
-        raw = json.loads(path.read_text())
+        raw = read_json(path)
         for key, expected in (("model_type", "bert"), ("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
             if (got := raw.get(key, expected)) != expected:
-                raise ValueError(f"{path}: {key} is {got!r}, but this model needs {expected!r}; use {PACKAGE}")
-        return cls(raw["num_hidden_layers"], raw["num_attention_heads"], raw["hidden_size"], raw["layer_norm_eps"])
+                got = reprlib.repr(got)
+                raise ValueError(f"{path}: {key} is {got}, but this model needs {expected!r}; use {PACKAGE}")
+
+        def number(key: str, kind: type) -> Any:
+            value = raw.get(key)
+            if type(value) is not kind or not 0 < value < (2**31 if kind is int else 1):
+                got = reprlib.repr(value)
+                raise ValueError(f"{path}: {key} is {got}, but must be a number ({kind.__name__}) above 0")
+            return value
+
+        config = cls(
+            n_layers=number("num_hidden_layers", int),
+            n_heads=number("num_attention_heads", int),
+            d_model=number("hidden_size", int),
+            eps=number("layer_norm_eps", float),
+        )
+        if config.d_model % config.n_heads:
+            raise ValueError(f"{path}: {config.n_heads} attention heads cannot share a width of {config.d_model}")
+        return config
 
 
 MINILM = Config()
@@ -84,12 +103,39 @@ def load(folder: Path | None = None) -> tuple[Config, Params]:
 
     Returns:
         The configuration, and float32 NumPy arrays with paths such as ``layers/3/attn/q/w``.
-    """
-    from safetensors.numpy import load_file
 
+    Raises:
+        OSError: a file, or the package, is missing.
+        ValueError: a file is damaged, or they do not fit together; the message names it.
+    """
     folder = model_dir() if folder is None else folder
     config = Config.read(folder / "config.json")
-    return config, _arrange(load_file(folder / "model.safetensors"), config)
+    tensors = read_tensors(folder / "model.safetensors", _expected(config), {"width": config.d_model})
+    return config, _arrange(tensors, config)
+
+
+def _expected(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The tensors that `_arrange` takes, and the names of their dimensions."""
+
+    def dense(name: str, out: str, into: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+        yield f"{name}.weight", (out, into)
+        yield f"{name}.bias", (out,)
+
+    def norm(name: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+        yield f"{name}.weight", ("width",)
+        yield f"{name}.bias", ("width",)
+
+    for table, rows in (("word", "words"), ("position", "positions"), ("token_type", "kinds")):
+        yield f"embeddings.{table}_embeddings.weight", (rows, "width")
+    yield from norm("embeddings.LayerNorm")
+    for i in range(config.n_layers):
+        name = f"encoder.layer.{i}"
+        for part in ("self.query", "self.key", "self.value", "output.dense"):
+            yield from dense(f"{name}.attention.{part}", "width", "width")
+        yield from norm(f"{name}.attention.output.LayerNorm")
+        yield from dense(f"{name}.intermediate.dense", "inner", "width")
+        yield from dense(f"{name}.output.dense", "width", "inner")
+        yield from norm(f"{name}.output.LayerNorm")
 
 
 def _arrange(tensors: Mapping[str, np.ndarray], config: Config) -> Params:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .files import read_tokenizer
 from .model import model_dir
 
 if TYPE_CHECKING:
@@ -121,13 +122,12 @@ def load_tokenizer(folder: Path | None = None) -> Tokenizer:
 
     Args:
         folder: holds ``tokenizer.json``; the installed package's when None.
-    """
-    from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str((model_dir() if folder is None else folder) / "tokenizer.json"))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
+    Raises:
+        OSError: the file, or the package, is missing.
+        ValueError: it is damaged; the message names it.
+    """
+    return read_tokenizer((model_dir() if folder is None else folder) / "tokenizer.json")
 
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int = LENGTHS[-1]) -> list[list[int]]:

@@ -21,7 +21,7 @@ from .chat import Chat
 from .embeddings import Embeddings
 from .errors import ApiError, handlers
 from .limits import Limits
-from .live import Live, Ran, Source
+from .live import Live, Source
 from .metrics import Metrics, Value, Values
 from .models import Models
 from .texts import Texts
@@ -169,10 +169,9 @@ def _watched(models: Models) -> tuple[list[Source], list[str]]:
     return [Source(name, partial(_recent, found)) for name, found in schedulers.items()], list(names)
 
 
-def _recent(scheduler: ap.Scheduler, seconds: float) -> Sequence[Ran]:
-    """What it ran lately; nothing where schedulers keep no timeline, and then the lanes stay empty."""
-    timeline = getattr(scheduler, "timeline", None)
-    return () if timeline is None else timeline.recent(seconds).spans
+def _recent(scheduler: ap.Scheduler, seconds: float) -> Sequence[ap.Span]:
+    """What it ran lately."""
+    return scheduler.timeline.recent(seconds).spans
 
 
 class Observed:

@@ -6,15 +6,17 @@ import time
 from asyncio import sleep
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
+
+import aiopipe as ap
 
 from .answers import Events, event
 from .errors import ApiError
 from .limits import Limits
 
-__all__ = ["Live", "Ran", "Source"]
+__all__ = ["Live", "Source"]
 
 PERIOD_S = 0.2
 LOOK_BACK_S = 2.0
@@ -30,34 +32,6 @@ WATCH_S = 3600.0
 """After so long a page has to ask again, which browsers do by themselves."""
 
 
-class Ran(Protocol):
-    """Something that ran; `aiopipe.Span` is such a thing."""
-
-    @property
-    def kind(self) -> str:
-        """``"compute"`` for a split."""
-
-    @property
-    def evaluation(self) -> int:
-        """Counts up."""
-
-    @property
-    def split(self) -> int:
-        """Which part of it."""
-
-    @property
-    def backend(self) -> str:
-        """Where."""
-
-    @property
-    def begin_s(self) -> float:
-        """From when."""
-
-    @property
-    def end_s(self) -> float:
-        """To when, by `time.perf_counter`."""
-
-
 class Source(NamedTuple):
     """A scheduler that is watched.
 
@@ -67,7 +41,7 @@ class Source(NamedTuple):
     """
 
     name: str
-    recent: Callable[[float], Iterable[Ran]]
+    recent: Callable[[float], Iterable[ap.Span]]
 
 
 class _Seen:
@@ -76,7 +50,7 @@ class _Seen:
     def __init__(self) -> None:
         self._ids: dict[int, None] = {}
 
-    def new(self, spans: Iterable[Ran]) -> list[Ran]:
+    def new(self, spans: Iterable[ap.Span]) -> list[ap.Span]:
         """Splits of evaluations that were not among those of the last time."""
         splits = [span for span in spans if span.kind == "compute"]
         found = [span for span in splits if span.evaluation not in self._ids]
