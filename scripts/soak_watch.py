@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -59,11 +61,11 @@ def own_threads() -> list[str]:
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("aiopipe-"))
 
 
-def late(lags: list[float]) -> dict[str, float]:
+def late(lags: Iterable[float]) -> dict[str, float]:
     """How late a loop came back, in milliseconds."""
-    lags = sorted(lags) or [0.0]
+    ordered = sorted(lags) or [0.0]
     return {
-        name: round(1e3 * lags[min(len(lags) - 1, int(len(lags) * share))], 2)
+        name: round(1e3 * ordered[min(len(ordered) - 1, int(len(ordered) * share))], 2)
         for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
     }
 
@@ -85,7 +87,7 @@ class Watch:
     """
 
     def __init__(self, seconds: float) -> None:
-        self._lags: tuple[list[float], list[float]] = [], []  # while there is time, and while everybody sends
+        self._lags = array("d"), array("d")  # while there is time, and while everybody sends
         self._n = 0
         self._samples: list[Sample] = []
         self._arrays, self._files = len(jax.live_arrays()), n_files()
