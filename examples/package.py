@@ -32,5 +32,5 @@ def folder_of(package: str, what: str) -> Path:
 
 
 def has_failed(error: BaseException) -> bool:
-    """Whether a package has failed. Else the program is to end: extensions in Rust panic with what is no `Exception`."""
+    """Whether a package has failed; else the program is to end. Packages in Rust panic with what is no `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(load: Callable[[Path], object], path: Path, *, or_other: str = "") -> str:
-    """What is said against a file, or against another that does not fit it, or ""; after checking that this cost little."""
+    """What is said against a file (or another, which does not fit it), or ""; after checking that this cost little."""
     said = ""
     tracemalloc.start()
     try:
