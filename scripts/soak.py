@@ -25,9 +25,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from soak_watch import Watch
 
 import aiopipe as ap
+from soak_watch import Watch
 
 WIDTH = 32
 ROWS = (1, 3, 8)
