@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
@@ -146,6 +148,32 @@ def test_the_lanes_show_the_devices_at_work(page: Page) -> None:
     page.until(lambda: page.at("#steps").text not in ("–", "0.0"))
     for lane in page.all(".lane canvas"):
         assert "busy for" in lane.get_attribute("aria-label")
+    page.run("document.querySelector('#others').value = 0")
+    page.run("document.querySelector('#others').dispatchEvent(new Event('input'))")
+
+
+def test_pointing_at_a_block_holds_the_picture_and_says_what_it_is(page: Page) -> None:
+    legend = page.at("#legend").text
+    page.set("max-tokens", "60")
+    page.ask("Hi")
+    page.until(lambda: page.all(".lane") and min(page.run(PAINTED)) > 20)
+    canvas = page.at(".lane canvas")
+
+    def pointed() -> str:
+        """Along the lane, until there is a block; the pointer stays in it."""
+        for x in range(-canvas.rect["width"] // 2 + 2, canvas.rect["width"] // 2 - 2, 4):
+            ActionChains(page.driver, duration=0).move_to_element_with_offset(canvas, x, 0).perform()
+            if page.at("#legend").text.startswith("Step"):
+                break
+        return str(page.at("#legend").text)
+
+    found = page.until(lambda: re.fullmatch(r"Step \d+ of texts, part 1: \d+\.\d ms", pointed()))
+    before = page.run("return document.querySelector('.lane canvas').toDataURL()")
+    page.answer()
+    assert page.run("return document.querySelector('.lane canvas').toDataURL()") == before
+    assert page.at("#legend").text == found[0]
+    ActionChains(page.driver, duration=0).move_to_element(page.at("h1")).perform()
+    page.until(lambda: page.at("#legend").text == legend)
 
 
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (768, 1024), (1280, 860)])

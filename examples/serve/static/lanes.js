@@ -2,11 +2,12 @@
 
 const WINDOW_S = 3; // what a lane shows
 const LATE_S = 0.6; // by how much it lags behind: what ends meanwhile must have been told
+const HELD_S = 60; // how long the picture can be held still
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
-/** Neighbours differ: each evaluation's hue is a golden angle further; kinds of work have hues of their own. */
+/** Neighbours differ: each evaluation's hue is far from the one before; kinds of work have hues of their own. */
 function hue(source, evaluation) {
-  return source === 0 ? 175 + ((evaluation * 47.5) % 150) : (10 + ((evaluation * 47.5) % 55)) % 360;
+  return source === 0 ? 195 + ((evaluation * 55.6) % 145) : 30 + ((evaluation * 55.6) % 70);
 }
 
 export class Lanes {
@@ -15,9 +16,12 @@ export class Lanes {
   #tokens = []; // when how many had been written
   #steps = []; // when steps ended
   #drawn = 0;
+  #sources = [];
+  #held = null; // while a lane is pointed at, the picture stays: the time at its right edge
 
   onfigures = () => {};
   onconnection = () => {};
+  onpointed = () => {};
 
   constructor(place) {
     this.place = place;
@@ -35,7 +39,7 @@ export class Lanes {
     source.onmessage = (event) => {
       const told = JSON.parse(event.data);
       this.onconnection(true);
-      if (told.backends) this.#begin(told.backends);
+      if (told.backends) this.#begin(told);
       else this.#add(told);
     };
   }
@@ -45,9 +49,11 @@ export class Lanes {
     for (const lane of this.#lanes.values()) lane.style = null;
   }
 
-  #begin(names) {
+  #begin(told) {
     this.#lanes.clear();
-    this.place.replaceChildren(...names.map((name) => this.#lane(name)));
+    this.#sources = told.sources;
+    this.#point(null);
+    this.place.replaceChildren(...told.backends.map((name) => this.#lane(name)));
   }
 
   #lane(name) {
@@ -62,8 +68,35 @@ export class Lanes {
     const canvas = document.createElement("canvas");
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", `${name}: nothing computed yet`);
-    this.#lanes.set(name, { canvas, busy, bar, spans: [], style: null });
+    const lane = { canvas, busy, bar, spans: [], style: null };
+    this.#lanes.set(name, lane);
+    canvas.addEventListener("pointermove", (event) => this.#point(lane, event.offsetX));
+    canvas.addEventListener("pointerleave", () => this.#point(null));
     return make("div", "lane", make("div", "head", make("span", "name", name), busy), canvas, make("div", "meter", bar));
+  }
+
+  /** Says what is there. Blocks that move away from under a pointer cannot be read: as long as it stays, they stay. */
+  #point(lane, x = 0) {
+    if (lane === null || this.#offset === null) {
+      this.#held = null;
+      this.onpointed("");
+      return;
+    }
+    const end = (this.#held = this.#end());
+    const time = end - (1 - x / lane.canvas.clientWidth) * WINDOW_S;
+    const found = lane.spans.find((span) => span.begin <= time && time <= span.end);
+    this.onpointed(found === undefined ? "Nothing is computed here." : this.#described(found));
+  }
+
+  #described({ source, evaluation, split, begin, end }) {
+    const kind = this.#sources.length > 1 ? ` of ${this.#sources[source]}` : "";
+    return `Step ${evaluation}${kind}, part ${split + 1}: ${((end - begin) * 1000).toFixed(1)} ms`;
+  }
+
+  /** The time at the right edge, by the server's clock. */
+  #end() {
+    const end = performance.now() / 1000 + this.#offset - LATE_S;
+    return this.#held !== null && end - this.#held < HELD_S ? this.#held : end;
   }
 
   #add(told) {
@@ -96,7 +129,8 @@ export class Lanes {
     });
     for (const [name, lane] of this.#lanes) {
       const end = told.now;
-      while (lane.spans.length && lane.spans[0].end < end - WINDOW_S - 2 * LATE_S) lane.spans.shift();
+      const old = end - WINDOW_S - 2 * LATE_S - (this.#held === null ? 0 : HELD_S);
+      while (lane.spans.length && lane.spans[0].end < old) lane.spans.shift();
       const share = busyShare(lane.spans, end - LATE_S - 2, end - LATE_S);
       lane.busy.textContent = `busy ${Math.round(share * 100)} %`;
       lane.bar.style.width = `${share * 100}%`;
@@ -108,7 +142,7 @@ export class Lanes {
     // Where motion is unwelcome the picture changes once a second.
     if (this.#offset !== null && (!calm.matches || now - this.#drawn > 1000)) {
       this.#drawn = now;
-      const end = performance.now() / 1000 + this.#offset - LATE_S;
+      const end = this.#end();
       for (const lane of this.#lanes.values()) draw(lane, end);
     }
     requestAnimationFrame((later) => this.#frame(later));
@@ -154,7 +188,7 @@ function draw(lane, end) {
   for (const span of lane.spans) {
     const [from, to] = [x(span.begin), x(Math.min(span.end, end))];
     if (to < 0 || from > width || span.begin > end) continue;
-    pen.fillStyle = `hsl(${hue(span.source, span.evaluation)} ${lane.style.strong} ${lane.style.light})`;
+    pen.fillStyle = `oklch(${lane.style.light} ${lane.style.strong} ${hue(span.source, span.evaluation)})`;
     pen.beginPath();
     pen.roundRect(from, 6, Math.max(1, to - from - 0.75), height - 12, Math.min(3, (to - from) / 3));
     pen.fill();

@@ -23,6 +23,10 @@ const lanes = new Lanes(at("lanes"));
 lanes.onfigures = (figures) => {
   for (const [id, value] of Object.entries(figures)) at(id).textContent = value;
 };
+const legend = at("legend").textContent;
+lanes.onpointed = (what) => {
+  at("legend").textContent = what || legend;
+};
 lanes.onconnection = (there) => {
   at("connection").textContent = there ? "connected" : "no connection";
   at("connection").className = `pill ${there ? "good" : "bad"}`;
