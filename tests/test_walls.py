@@ -82,7 +82,7 @@ SHARED_IN = frozenset({"_threads", "devices.ray", "devices.remote", "devices.rem
 
 # Only these know JAX, and only `_jax` what differs between its versions.
 JAX_PRIVATE = ("jax.extend", "jax._src", "jaxlib")
-JAX_PRIVATE_IN = frozenset({"_jax", "_jax_move"})
+JAX_PRIVATE_IN = frozenset({"_jax", "_jax_move", "_jax_settings"})
 JAX_IN = TRACING | {"devices.xla", "fetch", "placement", "pipeline", "state", "states", "batcher", "batch_request"}
 
 # `ml_dtypes` comes with JAX, which cannot do without it.
