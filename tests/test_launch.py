@@ -171,7 +171,7 @@ def test_times_are_noted_when_all_is_brought_and_when_it_is_launched() -> None:
     now = itertools.count(10.0)
     env, times = Environment(4, 2), list[float]()
     env.slots[0] = "x"
-    later = FEED._replace(weights=(), moves=(), gather=((2, 0),), outputs=(), frees=())
+    later = FEED._replace(weights=(), moves=(), gather=((0, 2),), outputs=(), frees=())
     with pytest.raises(LaunchError):
         launch_splits(
             [bound(0, Broken(), FEED), bound(1, Broken(call=ValueError()), later)], env, times, lambda: next(now)
