@@ -10,10 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_script(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A script in a fresh process, in `folder`, with aiopipe on its path and warnings as errors."""
+def run_script(script: Path, folder: Path, *, warnings: str = "error") -> subprocess.CompletedProcess[str]:
+    """A script in a fresh process, in `folder`, with aiopipe on its path; `-W error` unless told otherwise."""
     return subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
+        [sys.executable, "-W", warnings, str(script)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -315,6 +315,5 @@ def test_the_interpreter_ends_with_something_open(what: str, tmp_path: Path) -> 
     lines += ["    x = np.ones((64, 64), np.float32)"]
     lines += [line[4:] for line in EXITS[what].strip("\n").splitlines()] + ["asyncio.run(main())", "print('end')"]
     script.write_text("\n".join(lines), encoding="utf-8")
-    done: subprocess.CompletedProcess[str] = run_script(script, tmp_path)
-    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
-    assert "Fatal" not in done.stderr and "terminate called" not in done.stderr
+    done: subprocess.CompletedProcess[str] = run_script(script, tmp_path, warnings="ignore::ResourceWarning")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
