@@ -70,7 +70,7 @@ mutants: $(VENV)/.installed-mutants  ## mutation tests of planning and run state
 	@$(VENV)/bin/mutmut run --max-children $$(nproc) $(MUTANTS_ARGS)
 	@$(VENV)/bin/python scripts/mutants.py
 
-soak: $(VENV)/.installed-examples  ## everything at once for a minute, then a look at what is left; SOAK_ARGS="--minutes 60"
+soak: $(VENV)/.installed-examples  ## everything at once for half an hour, then a look at what is left; SOAK_ARGS="--minutes 60"
 	@PYTHONPATH=. $(VENV)/bin/python scripts/soak.py $(SOAK_ARGS)
 
 bench: $(VENV)/.installed-serve  ## run every benchmark; the JSON line of each, then a table against the bars

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -29,6 +29,7 @@ from aiopipe.sched.stimuli import (
     Watch,
 )
 
+pytestmark = pytest.mark.timeout(max(60, settings.default.max_examples))  # type: ignore[union-attr]
 Depends = Sequence[tuple[int, ...]]
 
 
@@ -247,6 +248,7 @@ class RunStateMachine(RuleBasedStateMachine):
 
 
 TestRunState = RunStateMachine.TestCase
+TestRunState.settings = settings(stateful_step_count=30)
 
 
 # Byte by byte: many stimuli ------------------------------------------------------------------------
