@@ -25,7 +25,7 @@ MEASURED = ("bench", "devices")
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The reader's folder, with the module that the page shows."""
-    module = re.search(r"^```py\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    module = re.search(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     assert module is not None
     (tmp_path / "my_model.py").write_text(module[1], encoding="utf-8")
     save_timeline(tmp_path / "run.json")
