@@ -37,7 +37,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("devices.remote", "sched.split"),
     ("devices.ray", "sched.alloc", "sched.lower"),
     ("sched.plan_text",),
-    ("sched.plan_dot",),
+    ("sched.plan_dot", "sched.plan_html"),
     ("devices.sim", "sched.plan", "sched.stimuli"),
     ("sched.launch", "sched.state", "staging"),
     ("loader",),
