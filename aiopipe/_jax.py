@@ -14,6 +14,7 @@ from typing import Any
 
 from ._jax_move import (
     ArrayImpl,
+    Mover,
     has_fast_put,
     host_view,
     is_ready,
@@ -39,6 +40,7 @@ from ._jax_types import (
 __all__ = [
     "CONFIG_NAMES",
     "ArrayImpl",
+    "Mover",
     "aval_of",
     "canonical_dtype",
     "config_context",
@@ -88,7 +90,8 @@ def settings_key() -> Hashable:
     """Equal where the JAX settings in force in this thread are; takes a fraction of a microsecond."""
     if _trace_context is None:
         return config_snapshot()
-    return (_trace_context(), *[setting.value for setting in _OUTSIDE])
+    nans, infs, prng, custom_prng, softmax = _OUTSIDE
+    return (_trace_context(), nans.value, infs.value, prng.value, custom_prng.value, softmax.value)
 
 
 # Source lines -----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from ._jax_types import PLAIN_DTYPES, sharding_of
 __all__ = [
     "WIDE_DTYPES",
     "ArrayImpl",
+    "Mover",
     "has_fast_put",
     "host_view",
     "is_ready",
@@ -129,6 +130,54 @@ def put_one(x: Any, device: jax.Device) -> Any:
     """`put` of one value."""
     moved = _put_one(x, sharding_of(device), device) if has_fast_put(device) else None
     return put_public([x], device)[0] if moved is None else moved
+
+
+class Mover:
+    """`put_one` to one device, which remembers what it has found out about a value's type.
+
+    All results that one executable gives for one of its outputs have the same type and place, the very same objects:
+    so what holds for one of them holds for the next, and two comparisons take the place of a dozen calls.
+
+    Args:
+        device: where to.
+        kept: how many types it remembers; then it forgets them all, as whoever compiles that many does not come back.
+    """
+
+    __slots__ = ("_device", "_devices", "_kept", "_known", "_sharding")
+
+    def __init__(self, device: jax.Device, kept: int = 256) -> None:
+        self._kept = kept
+        self._device = device
+        self._devices = [device]
+        self._sharding = sharding_of(device)
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, x: Any) -> Any:
+        """`put_one` of a value, which may be of 64 bits."""
+        if type(x) is not ArrayImpl:
+            with wide_context((x,)):
+                return put_one(x, self._device)
+        aval, source = x.aval, x.sharding
+        known = self._known.get(id(aval))
+        if known is not None and known[0] is aval and known[1] is source:
+            return _batched_device_put(aval, self._sharding, [x], self._devices, True)
+        with wide_context((x,)):
+            moved = put_one(x, self._device)
+        if x.dtype not in WIDE_DTYPES and self._is_quick(x, source):
+            if len(self._known) >= self._kept:
+                self._known.clear()
+            self._known[id(aval)] = (aval, source)
+        return moved
+
+    def _is_quick(self, x: Any, source: Any) -> bool:
+        """Whether `put_one` has moved it by the private path."""
+        return (
+            has_fast_put(self._device)
+            and type(source) is SingleDeviceSharding
+            and source.memory_kind == self._sharding.memory_kind
+            and source != self._sharding
+            and platform_of(x) == self._device.platform
+        )
 
 
 def show(array: np.ndarray[Any, Any], device: jax.Device) -> Any:

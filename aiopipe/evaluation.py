@@ -115,7 +115,8 @@ class Evaluation:
             asyncio.CancelledError: it was cancelled.
             EvaluationError: a split failed.
         """
-        self._check_done()
+        if not self._done or self._cancelled:
+            self._check_done()
         self._seen = True
         if self._error is not None:
             raise self._error
@@ -150,21 +151,21 @@ class Evaluation:
 
     def __await__(self) -> Generator[Any, None, Any]:
         if not self._done:
-            yield from self._wait().__await__()
+            if asyncio._get_running_loop() is not self._loop:
+                running_loop()  # which says so where there is none
+                raise WrongLoopError(
+                    f"evaluation {self.id} belongs to another event loop: await it where it was submitted"
+                )
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._waiters.add(waiter)
+            try:
+                yield from waiter
+            except asyncio.CancelledError:
+                self._waiters.discard(waiter)
+                if not self._waiters:
+                    self.cancel()
+                raise
         return self.result()
-
-    async def _wait(self) -> None:
-        if running_loop() is not self._loop:
-            raise WrongLoopError(f"evaluation {self.id} belongs to another event loop: await it where it was submitted")
-        waiter: asyncio.Future[None] = self._loop.create_future()
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            self._waiters.discard(waiter)
-            if not self._waiters:
-                self.cancel()
-            raise
 
     def _check_done(self) -> None:
         if self._cancelled:

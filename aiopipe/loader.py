@@ -48,6 +48,7 @@ class Loaded:
         lanes: the lane of each segment.
         inline: every launch happens in the caller.
         depends: for each segment the segments that it comes after.
+        prompt: a launch of all splits waits for nobody.
         segment_splits: for each segment its splits, bound to executables and weights.
         sinks: (backend, its splits) whose end is the end of the evaluation.
         constants: values of outputs that are weights.
@@ -80,6 +81,7 @@ class Loaded:
         self.segments: tuple[Segment, ...] = segments_of(plan.splits, lane_of)
         self.lanes = tuple(lanes[segment.lane] for segment in self.segments)
         self.depends = tuple(segment.depends for segment in self.segments)
+        self.prompt = self.inline and len(self.segments) == 1
         self.segment_splits = tuple(tuple(bound[i] for i in segment.splits) for segment in self.segments)
         groups: dict[int, list[int]] = {}
         for sink in plan.sinks:

@@ -122,6 +122,12 @@ class Run:
                     self.watch_split(split, post)
         return tuple(self.events)
 
+    def watch_splits(self, splits: Sequence[BoundSplit], post: Post) -> None:
+        """`watch_split` for those that have been launched."""
+        for split in splits:
+            if self.env.markers[split.index] is not None:
+                self.watch_split(split.index, post)
+
     def watch_split(self, split: int, post: Post) -> None:
         """Have a split that has been launched set its event, if anybody asked for the events."""
         if self.events is None:

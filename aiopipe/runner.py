@@ -28,6 +28,7 @@ from .sched.launch import LaunchError
 from .sched.state import RunState
 from .sched.stimuli import (
     Admit,
+    Begin,
     Cancel,
     Captured,
     Failed,
@@ -41,9 +42,9 @@ from .sched.stimuli import (
     Watch,
 )
 from .state import State
-from .watcher import Watcher
+from .watcher import Watcher, of_the_evaluation
 
-__all__ = ["Runner", "seconds_of"]
+__all__ = ["Runner"]
 
 
 class Runner:
@@ -113,7 +114,9 @@ class Runner:
 
         It fails if it is not done `deadline` seconds from now (None: `self.deadline`).
         """
-        loop = self.enter()
+        loop = self._mailbox.loop
+        if loop is None or self.closed or asyncio._get_running_loop() is not loop:
+            loop = self.enter()
         for backend in loaded.backends:
             backend.check_open()
         of = loaded.plan.graph.name, loop, self.cancel, self.split_events, len(loaded.splits)
@@ -122,8 +125,12 @@ class Runner:
         run = self._runs[evaluation.id] = Run(evaluation, loaded, values, state)
         if self._recorder is not None:
             self._recorder.submitted(run)
-        depends = self._to_observe(run) if observed and self.eval_callback is not None else loaded.depends
-        self._feed(Submit(evaluation.id, depends, None if state is None else id(state)))
+        if state is not None or (observed and self.eval_callback is not None):
+            depends = self._to_observe(run) if observed and self.eval_callback is not None else loaded.depends
+            self._feed(Submit(evaluation.id, depends, None if state is None else id(state)))
+        else:
+            prompt = loaded.prompt and loaded.captures_inline(values)
+            self._feed(Submit(evaluation.id, loaded.depends, None, prompt))
         if deadline is None:
             deadline = self.deadline
         if deadline is not None and deadline < math.inf and not evaluation._done:
@@ -232,7 +239,7 @@ class Runner:
         if self._recorder is not None and run.admitted is not None and run.times:  # somebody waits for it
             self._recorder.admitted(run)
         if run.loaded.captures_inline(run.values):
-            return self._captured(run, _of_the_evaluation(self._capture(run)))
+            return self._captured(run, of_the_evaluation(self._capture(run)))
 
         def job() -> None:
             error = self._capture(run)
@@ -242,6 +249,25 @@ class Runner:
 
         self.lanes.capture.post(job)
         return None
+
+    def _begin(self, instruction: Begin) -> Stimulus | None:
+        run = self._runs[instruction.evaluation]
+        run.evaluation.copy_id = instruction.copy_id
+        if self._recorder is not None and run.admitted is not None and run.times:
+            self._recorder.admitted(run)
+        error = self._capture(run)
+        if error is not None:
+            return self._captured(run, of_the_evaluation(error))
+        run.captured, run.values = True, ()
+        if run.admitted is not None and not run.admitted.done():
+            run.admitted.set_result(None)
+        failed = self._launch_segment(run, 0)
+        if failed is not None:
+            of_the_evaluation(failed.__cause__)
+            return self._launched(run, 0, failed)
+        if run.events is not None:
+            run.watch_splits(run.loaded.splits, self._post)
+        return self._watcher.watch(run)
 
     @staticmethod
     def _capture(run: Run) -> BaseException | None:
@@ -274,7 +300,7 @@ class Runner:
         if type(lane) is InlineLane:
             error = self._launch_segment(run, segment)
             if error is not None:
-                _of_the_evaluation(error.__cause__)
+                of_the_evaluation(error.__cause__)
             return self._launched(run, segment, error)
 
         def job() -> None:
@@ -303,9 +329,7 @@ class Runner:
 
     def _launched(self, run: Run, segment: int, error: LaunchError | None) -> Stimulus | None:
         if run.events is not None:
-            for split in run.loaded.segment_splits[segment]:
-                if run.env.markers[split.index] is not None:
-                    run.watch_split(split.index, self._post)
+            run.watch_splits(run.loaded.segment_splits[segment], self._post)
         if error is None:
             return Launched(run.evaluation.id, segment)
         self._watcher.launch_failed(run, error, lambda why: self._feed(Failed(run.evaluation.id, segment, why)))
@@ -344,6 +368,7 @@ class Runner:
 
     _carry_out: ClassVar[dict[type, Callable[[Runner, Any], Stimulus | None]]] = {
         Admit: _admit,
+        Begin: _begin,
         Launch: _launch,
         Watch: _watch,
         Resolve: _resolve,
@@ -369,21 +394,3 @@ class Runner:
         else:
             outcome = Outcome.ABORTED if isinstance(error, EvaluationAborted) else Outcome.FAILED
             self._feed(Failed(run.evaluation.id, 0, error, outcome))
-
-
-def _of_the_evaluation(error: BaseException | None) -> BaseException | None:
-    """What was raised on the loop's thread, unless it is to end the program: that is raised again."""
-    if isinstance(error, (KeyboardInterrupt, SystemExit)):
-        raise error
-    return error
-
-
-def seconds_of(deadline: float | None) -> float | None:
-    """A deadline as a caller gives it: seconds; None for none.
-
-    Raises:
-        ValueError: it is negative or not a number.
-    """
-    if deadline is not None and not deadline >= 0:
-        raise ValueError(f"deadline is {deadline!r}: expected seconds, at least 0 (math.inf for no limit)")
-    return deadline

@@ -21,7 +21,7 @@ CLOSING_S = 30.0
 """How long leaving a stream waits for its source to end."""
 
 
-async def stream_in_order(
+def stream_in_order(
     submit: Submit, batches: Iterable[Any] | AsyncIterable[Any], window: int
 ) -> AsyncGenerator[Any, None]:
     """Submit every batch, yield the results in order.
@@ -38,25 +38,15 @@ async def stream_in_order(
     not for ever (`CLOSING_S`).
     """
     if isinstance(batches, AsyncIterable):
-        source = _read_ahead(submit, batches, window)
-    else:
-        source = _in_step(submit, batches, window)
-    try:
-        async for result in source:
-            yield result
-    finally:
-        await source.aclose()
-
-
-def _inputs(batch: Any) -> tuple[Any, ...]:
-    return batch if isinstance(batch, tuple) else (batch,)
+        return _read_ahead(submit, batches, window)
+    return _in_step(submit, batches, window)
 
 
 async def _in_step(submit: Submit, batches: Iterable[Any], window: int) -> AsyncGenerator[Any, None]:
     pending: deque[Evaluation] = deque()
     try:
         for batch in batches:
-            pending.append(await submit(_inputs(batch)))
+            pending.append(await submit(batch if isinstance(batch, tuple) else (batch,)))
             if len(pending) >= window:
                 yield await pending.popleft()
         while pending:
@@ -79,7 +69,7 @@ async def _read_ahead(submit: Submit, batches: AsyncIterable[Any], window: int) 
                     batch = await anext(iterator)
                 except StopAsyncIteration:
                     return
-                pending.put_nowait(await submit(_inputs(batch)))
+                pending.put_nowait(await submit(batch if isinstance(batch, tuple) else (batch,)))
         finally:
             pending.put_nowait(None)
             if isinstance(iterator, AsyncGenerator):  # other sources (a memory object stream) are the caller's

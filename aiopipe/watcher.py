@@ -11,7 +11,7 @@ from .run import Run
 from .sched.launch import LaunchError
 from .sched.stimuli import Completed
 
-__all__ = ["Watcher"]
+__all__ = ["Watcher", "of_the_evaluation", "seconds_of"]
 
 
 class Watcher:
@@ -60,7 +60,8 @@ class Watcher:
 
     def watch(self, run: Run) -> Completed | None:
         """Look whether it has ended: the answer, or None when that comes later."""
-        run.return_state()
+        if run.state is not None:
+            run.return_state()
         try:
             return self._look(run)
         except (KeyboardInterrupt, SystemExit):
@@ -71,16 +72,29 @@ class Watcher:
     def _look(self, run: Run) -> Completed | None:
         if not run.loaded.splits and (refused := run.inherited()) is not None:  # it never took it
             return Completed(run.evaluation.id, refused)
-        markers = run.env.markers
+        env, loaded = run.env, run.loaded
+        markers, groups, is_whole = env.markers, [], not env.strays
+        # Loops, no comprehensions: this is asked in every evaluation.
         if run.observation is None:
-            groups = [(backend, [markers[i] for i in indices]) for backend, indices in run.loaded.sinks]
+            for backend, indices in loaded.sinks:
+                group = []
+                for i in indices:
+                    marker = markers[i]
+                    group.append(marker)
+                    if marker is None:
+                        is_whole = False
+                groups.append((backend, group))
         else:  # in pieces: one of them may be done after the splits that read another of the same split
-            groups = [(split.backend, [markers[split.index]]) for split in run.loaded.splits]
-        if run.loaded.returned and run.captured and not run.dropped:  # a caller's array may not be ready yet
-            groups.append((run.loaded.backends[-1], [run.env.slots[i] for i in run.loaded.returned]))
-        if run.env.strays or any(marker is None for _, group in groups for marker in group):
+            is_whole = is_whole and all(marker is not None for marker in markers)
+            groups += [(split.backend, [markers[split.index]]) for split in loaded.splits]
+        if not is_whole:
             return self._drain(run)  # not everything was launched
-        if all(backend.all_ready(group) and backend.error_of(group) is None for backend, group in groups):
+        if loaded.returned and run.captured and not run.dropped:  # a caller's array may not be ready yet
+            groups.append((loaded.backends[-1], [env.slots[i] for i in loaded.returned]))
+        for backend, group in groups:
+            if not backend.all_ready(group) or backend.error_of(group) is not None:
+                break
+        else:
             return Completed(run.evaluation.id)
         post = self._post if self._recorder is None or run.times is None else self._recorder.ending(run, self._post)
         when_ready(groups, post, lambda error: self._completed(run, error))
@@ -127,3 +141,21 @@ class Watcher:
             earlier[-1].end().add_callback(lambda _: self.after_earlier(run, then))
         else:
             then(run.inherited())
+
+
+def of_the_evaluation(error: BaseException | None) -> BaseException | None:
+    """What was raised on the loop's thread, unless it is to end the program: that is raised again."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        raise error
+    return error
+
+
+def seconds_of(deadline: float | None) -> float | None:
+    """A deadline as a caller gives it: seconds; None for none.
+
+    Raises:
+        ValueError: it is negative or not a number.
+    """
+    if deadline is not None and not deadline >= 0:
+        raise ValueError(f"deadline is {deadline!r}: expected seconds, at least 0 (math.inf for no limit)")
+    return deadline

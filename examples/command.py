@@ -43,7 +43,7 @@ def run(work: Callable[[], Awaitable[T]], show: Callable[[T], None], *, expected
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read it has left, and Python flushes once more
         return 1
     except ModuleNotFoundError as error:
-        print(f"error: {error}; install what the examples need with: pip install 'aiopipe[examples]'", file=sys.stderr)
+        print(f"error: {error}; install what is needed: pip install 'aiopipe[examples,serve]'", file=sys.stderr)
     except Exception as error:
         from aiopipe import AiopipeError, PlacementError
 

@@ -1,11 +1,11 @@
-"""Models that come inside packages."""
+"""Packages that models come in, or are read with."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 
-__all__ = ["folder_of", "how_to_install"]
+__all__ = ["folder_of", "has_failed", "how_to_install"]
 
 
 def how_to_install(package: str) -> str:
@@ -29,3 +29,8 @@ def folder_of(package: str, what: str) -> Path:
             f"{what} in the package {package}, which is not installed; {how_to_install(package)}"
         )
     return Path(spec.submodule_search_locations[0])
+
+
+def has_failed(error: BaseException) -> bool:
+    """Whether a package has failed; else the program is to end. Packages in Rust panic with what is no `Exception`."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ class Options:
     queue: int
     grace: float
     cache: Path | None
+    json: bool
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -81,6 +83,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     add("--chunk", type=positive, default=64, metavar="N", help="tokens of a prompt in a step (default: %(default)s)")
     add("--no-embeddings", dest="embeddings", action="store_false", help="serve the language model alone")
     add("--cache", type=Path, metavar="DIR", help="where compiled steps are kept, so that the next start is quick")
+    add("--json", action="store_true", help="when it is ready, print one JSON object and nothing else")
     limits = parser.add_argument_group("what clients may ask for (docs/serving.md has all limits)")
     add = limits.add_argument
     add("--max-tokens", type=positive, default=1024, metavar="N", help="of one answer (default: %(default)s)")
@@ -118,7 +121,12 @@ async def serve(options: Options) -> None:
     ) as service:
 
         def ready(server: Server) -> None:
-            print(f"ready after {time.perf_counter() - began:.0f} s: {server.address} (Ctrl-C ends it)", flush=True)
+            took_s = time.perf_counter() - began
+            if options.json:
+                found = {"command": "serve", "address": server.address, "devices": options.devices, "ready_s": took_s}
+                print(json.dumps({**found, "models": list(service.names)}), flush=True)
+            else:
+                print(f"ready after {took_s:.0f} s: {server.address} (Ctrl-C ends it)", flush=True)
 
         await Server(service, options.host, options.port, ready).serve()
 
@@ -126,7 +134,12 @@ async def serve(options: Options) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code: 2 for wrong usage, as argparse has it."""
     options = parse(argv)
-    return run(lambda: serve(options), lambda _: print("closed"), expected=(OSError, ValueError))
+
+    def show(_: None) -> None:
+        if not options.json:
+            print("closed")
+
+    return run(lambda: serve(options), show, expected=(OSError, ValueError))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ As a program it is a host: it imports what every page needs once, and runs each 
 that each meets a JAX that has not started. A line of JSON in, ``{"page": ..., "swap": {...}}``, a line of JSON out.
 
 All ``python`` blocks of a page share a namespace; `await` works at top level, as in a notebook or
-``python -m asyncio``. What follows a block as ``text title="prints"`` is what it prints, and ``text title="raises"`` is
+``python -m asyncio``. What follows a block as ``text title="prints"`` is what it prints, and ``pytb title="raises"`` is
 the error that it raises, as ``Name: message``; ``…`` in either stands for anything. A comment
 ``<!-- not run: reason -->`` above a block leaves it out.
 """
@@ -31,6 +31,10 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 PRINTS, RAISES = "prints", "raises"
+COMPARED = {("text", PRINTS), ("pytb", RAISES)}
+FILE = "model.py"
+"""What plans and errors call the file of a block."""
+
 NOT_RUN = re.compile(r"<!-- not run: (.+?) -->", re.DOTALL)
 
 
@@ -88,20 +92,23 @@ def run_page(text: str, name: str) -> int:
     with asyncio.Runner() as runner:
         for block, then in zip(blocks, [*blocks[1:], None], strict=True):
             if block.language == "python" and not block.not_run:
-                _run_block(block, then, name, vars(module), runner)
+                try:
+                    _run_block(block, then, vars(module), runner)
+                except Exception as error:
+                    error.add_note(f"This is the block of {name} at line {block.line}.")
+                    raise
                 ran += 1
         left = asyncio.all_tasks(runner.get_loop())
         assert not left, f"tasks are left: {left}"
     return ran
 
 
-def _run_block(block: Block, then: Block | None, name: str, namespace: dict[str, Any], runner: asyncio.Runner) -> None:
-    """Run one block and compare with the one behind it, if that says what comes of it."""
-    wanted = then.title if then is not None and then.language == "text" else ""
+def _run_block(block: Block, then: Block | None, namespace: dict[str, Any], runner: asyncio.Runner) -> None:
+    """Run one block, as a file of its own, and compare with the one behind it, if that says what comes of it."""
+    wanted = then.title if then is not None and (then.language, then.title) in COMPARED else ""
     expected = then.code if then is not None else ""
-    source = "\n" * (block.line - 1) + block.code  # so that line numbers are the page's
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    code = compile(source, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    linecache.cache[FILE] = (len(block.code), None, block.code.splitlines(keepends=True), FILE)
+    code = compile(block.code, FILE, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     printed = io.StringIO()
     raised = ""
     with contextlib.redirect_stdout(printed):
@@ -114,12 +121,11 @@ def _run_block(block: Block, then: Block | None, name: str, namespace: dict[str,
             if wanted != RAISES:
                 raise
             raised = f"{type(error).__name__}: {error}"
-    where = f"{name}:{block.line}"
     if wanted == RAISES:
-        assert raised, f"{where}: it raises nothing"
-        assert fits(expected, raised), f"{where}: it raises\n{raised}"
+        assert raised, "it raises nothing"
+        assert fits(expected, raised), f"it raises\n{raised}"
     if wanted == PRINTS:
-        assert fits(expected, printed.getvalue()), f"{where}: it prints\n{printed.getvalue()}"
+        assert fits(expected, printed.getvalue()), f"it prints\n{printed.getvalue()}"
 
 
 def fits(expected: str, found: str) -> bool:

@@ -1,4 +1,4 @@
-"""JAX functions that hypothesis draws: a few operations of many kinds, each of whatever there is.
+"""JAX functions that are drawn: a few operations of many kinds, each of whatever there is.
 
 There are three kinds of operations, so that results differ from those of `jax.jit` by rounding alone:
 
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import strategies as st
 
 Value = Any
 
@@ -247,11 +246,6 @@ class Step(NamedTuple):
     a: int
     b: int
     exact: int
-
-
-STEPS = st.builds(
-    Step, st.sampled_from([*SMOOTH, *EXACT, *JUMPING]), st.integers(0, 20), st.integers(0, 20), st.integers(0, 20)
-)
 
 
 def run(

@@ -406,6 +406,9 @@ async def test_values_that_are_not_here_are_read_off_the_loop(monkeypatch: pytes
     monkeypatch.setattr("aiopipe._jax.is_ready", lambda value: threads.add(threading.current_thread()))
     (waited,) = await to_host([jnp.arange(3)])
     assert waited.tolist() == [0, 1, 2]
+    assert np.asarray(Away(), np.int8).dtype == np.int8 and np.asarray(Away()).dtype == np.float32
+    copied = np.array(Away(), copy=True)
+    assert copied.tolist() == [1, 2] and copied.flags.writeable
     assert threading.main_thread() not in {thread for thread in threads if thread.name == "aiopipe-fetch"}
     assert any(thread.name == "aiopipe-fetch" for thread in threads)
 

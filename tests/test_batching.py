@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -138,6 +139,26 @@ def test_room_is_given_to_shorter_parts_and_never_to_longer_ones() -> None:
     assert batch is not None and ([p.id[0] for p in batch.parts], batch.size, batch.length) == ([4], 4, 16)
 
 
+def test_a_group_is_full_with_the_rows_of_a_batch_and_counts_none_that_left() -> None:
+    queue = BatchQueue(Sizes((1, 4)), 100.0)
+    assert [queue.add(part(i, 1)) for i in range(4)] == [False, False, False, True]
+    for i in range(2):
+        queue.discard((i, 0))
+    assert queue.next_batch(-math.inf) is None
+    assert [queue.add(part(i, 1)) for i in (4, 5)] == [False, True]
+    batch = queue.next_batch(-math.inf)
+    assert batch is not None and [p.id[0] for p in batch.parts] == [2, 3, 4, 5]
+
+
+def test_kinds_that_came_at_the_same_time_need_no_order() -> None:
+    """Of equals the one that was there first; kinds are compared for equality alone."""
+    queue = BatchQueue(Sizes((2,)), 0.0)
+    kinds = [object(), "text", 3]
+    for i, kind in enumerate(kinds):
+        queue.add(Part((i, 0), kind, 1, 0, 7.0))
+    assert [batch.parts[0].kind for batch in drain(queue)] == kinds
+
+
 def test_what_does_not_fit_lets_others_by_and_is_first_the_next_time() -> None:
     queue = BatchQueue(Sizes((4,)), 0.0)
     for new in (part(0, 3), part(1, 3), part(2, 1), part(3, 1)):
@@ -160,9 +181,9 @@ def test_a_large_call_is_cut_into_full_batches_and_a_rest(sizes: Sizes, n_rows: 
 
 @pytest.mark.parametrize("wrong", [(), (0, 1), (2, 1), (1, 1)])
 def test_sizes_that_make_no_sense(wrong: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="buckets"):
+    with pytest.raises(ValueError, match=r"^buckets are \(|^there are no buckets: give at least one number of rows$"):
         Sizes(wrong)
-    with pytest.raises(ValueError, match="lengths"):
+    with pytest.raises(ValueError, match=r"^lengths are \("):
         Sizes((1,), wrong or (3, 3))
 
 
@@ -175,10 +196,14 @@ def test_merged_rows_are_parted_again(drawn: tuple[BatchQueue, list[Part]], pad:
         values = []
         for p in batch.parts:
             tokens = np.full((p.n_rows, p.n_tokens or 3, 2), p.id[0], np.int16)
-            values.append([tokens, np.arange(p.n_rows, dtype=np.float32) + p.id[0]])
-        tokens, numbers = merge(batch, values, pad)
+            ids = np.full((p.n_rows, p.n_tokens or 3), p.id[0], np.int8)
+            values.append([tokens, np.arange(p.n_rows, dtype=np.float32) + p.id[0], ids])
+        tokens, numbers, ids = merge(batch, values, pad)
+        assert (tokens.dtype, numbers.dtype, ids.dtype) == (np.int16, np.float32, np.int8)
+        assert ids.shape == (batch.size, batch.length or 3)
+        assert (ids[: batch.n_rows] == tokens[: batch.n_rows, :, 0]).all()
         assert tokens.shape == (batch.size, batch.length or 3, 2) and numbers.shape == (batch.size,)
-        for (_, start, stop), (given_tokens, given_numbers), (got_tokens, got_numbers) in zip(
+        for (_, start, stop), (given_tokens, given_numbers, _), (got_tokens, got_numbers) in zip(
             batch.places(), values, rows_of(batch, [tokens, numbers]), strict=True
         ):
             width = given_tokens.shape[1]
@@ -197,7 +222,20 @@ def test_the_tally() -> None:
     tally.ended(2.0)
     assert tally.until_taken_s(9, 4, 2) == 3.0  # three batches, two at a time
     tally.ended(7.0)
+    tally.requests, tally.refused, tally.succeeded, tally.failed, tally.cancelled = 9, 4, 3, 2, 1
     found = tally.statistics(waiting=3, in_flight=1)
+    assert (found.requests, found.refused, found.succeeded, found.failed, found.cancelled) == (9, 4, 3, 2, 1)
     assert (found.rows, found.batches, found.sizes, found.waiting, found.in_flight) == (3, 1, {4: 1}, 3, 1)
     assert found.padding == 1 - (2 * 6 + 1 * 3) / 32
     assert (found.mean_wait_s, found.max_wait_s, found.batch_s) == (pytest.approx(8 / 3), 3.0, 3.0)
+    for _ in range(2):
+        tally.began(Batch((Part((2, 0), "k", 2, 0, 5.0),), 4, 0), now_s=6.0)
+    found = tally.statistics(waiting=0, in_flight=0)
+    assert (found.rows, found.batches, found.sizes) == (7, 3, {4: 3})
+    assert found.padding == 1 - (15 + 2 + 2) / (32 + 4 + 4)  # a length of 0: an axis that is not padded
+    assert (found.mean_wait_s, found.max_wait_s) == (pytest.approx((8 + 2 + 2) / 7), 3.0)
+
+
+def test_nothing_is_tallied_at_first() -> None:
+    found = Tally().statistics(waiting=0, in_flight=0)
+    assert set(dataclasses.astuple(dataclasses.replace(found, sizes=0))) == {0} and found.sizes == {}

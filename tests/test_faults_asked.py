@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +121,26 @@ async def test_an_overdue_evaluation_is_said_to_hang_where_nobody_can_say_that_i
         backends[1].let_go()
         await sched.synchronize()
         settled(sched)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_is_to_end_the_program_does_so_where_a_result_is_put_together(
+    error: type[BaseException], by_hand: bool
+) -> None:
+    async def main() -> None:
+        graph = dataclasses.replace(chain(1), unflatten_outputs=raising(error("by the user")))
+        async with Later() as backend:
+            if by_hand:
+                await backend.graph_compute(graph, array(1))
+            sched = ap.Scheduler([backend, "cpu:0"])
+            try:
+                await sched.graph_compute(graph, array(1))
+            finally:
+                await sched.aclose(timeout_s=0.01)
+
+    with pytest.raises(error, match="by the user"):
+        asyncio.run(main())
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

@@ -339,6 +339,7 @@ pairs = st.lists(st.tuples(texts, texts).map(" ".join), max_size=6)
     ),
 )
 @example(["a", "b", "ab"], None, "gpt2", ["a b"], {})
+@example(["aaaaa", "bbbbb"], None, "gpt2", ["aaaaa bbbbb"], {})  # which the package panics at
 def test_any_vocabulary_is_read_or_explained(
     tokens: list[str], kinds: Any, model: str, merges: list[str], changes: dict[str, Any]
 ) -> None:

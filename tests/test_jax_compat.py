@@ -135,6 +135,38 @@ def test_settings_of_the_default_device(device: jax.Device) -> None:
 # Moving -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_what_a_mover_remembers(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of one executable, then other values of the same type; whatever it has seen, it does what `put` does."""
+    if not fast:
+        monkeypatch.setattr(_jax_move, "has_fast_put", lambda device: False)
+    here, there = jax.devices("cpu")[:2]
+    move, call = _jax.Mover(there), jax.jit(jnp.tanh)
+    elsewhere = jax.device_put(X, there)
+    with jax.enable_x64(True):
+        wide = jnp.arange(3, dtype=jnp.int64)
+    for x in (*(call(X) for _ in range(3)), elsewhere, jax.device_put(X, here), X, call(elsewhere), wide, wide):
+        moved = move(x)
+        assert moved.devices() == {there}
+        assert moved.dtype == x.dtype
+        assert moved.committed
+        np.testing.assert_array_equal(np.asarray(moved), np.asarray(x))
+    assert move(elsewhere) is elsewhere
+    assert len(move._known) == (1 if fast else 0)
+    gone = call(X)
+    gone.delete()
+    with pytest.raises(Exception, match=r"deleted|0 shards"):
+        move(gone)
+
+
+def test_a_mover_forgets_what_is_too_much() -> None:
+    move = _jax.Mover(jax.devices("cpu")[1], kept=2)
+    results = [jax.jit(jnp.tanh)(np.ones(n, np.float32)) for n in range(1, 4)]
+    for x in results * 2:
+        assert move(x).shape == x.shape
+        assert len(move._known) <= 2
+
+
 @pytest.mark.parametrize("put", [_jax.put, _jax.put_public])
 def test_put_brings_everything_to_the_device(put: Any, device: jax.Device) -> None:
     values = [

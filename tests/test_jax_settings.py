@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +15,12 @@ import numpy as np
 import pytest
 
 import aiopipe as ap
-from aiopipe import _jax, _jax_memory, _jax_settings
+from aiopipe import _jax, _jax_memory, _jax_nans, _jax_settings
+from aiopipe.graph import Kind
+from aiopipe.sched.plan import make_plan
 from aiopipe.tensor_range import Range
 from gates import eventually, gated_scheduler
+from graphs import gpus
 from models import assert_close, batch, mlp, mlp_params, oracle
 
 DEVICES = ["cpu:0", "cpu:1"]
@@ -321,9 +325,39 @@ async def test_by_hand_and_observed_it_is_found_as_well() -> None:
         assert "log" in caught.value.node
 
 
+async def test_an_effect_does_not_happen_again_to_find_who_is_to_blame() -> None:
+    seen: list[Any] = []
+
+    def model(w: Any, x: Any) -> Any:
+        jax.debug.callback(lambda v: seen.append(v), x[0, 0])
+        return jnp.log(x - 10.0)
+
+    with jax.debug_nans(True):
+        graph = ap.trace(model, PARAMS, batch())
+    async with ap.open_backend("cpu:0") as backend:
+        with pytest.raises(ap.EvaluationError, match=r"invalid value \(nan\) in 'out'"):
+            await backend.graph_compute(graph, batch())
+    assert len(seen) == 1
+
+
+def test_an_invalid_value_that_no_operation_makes_by_itself() -> None:
+    """Fused operations may round in another way; the error says so instead of blaming the last one."""
+    with jax.debug_nans(True):
+        graph = ap.trace(mlp, PARAMS, batch())
+    (program,) = make_plan(graph, gpus(0)).programs
+    bad = np.full((2, 8), np.nan, np.float32)
+    checked = _jax_nans.checking(lambda *args: [bad], program, jax.devices()[0], graph.config)
+    with pytest.raises(FloatingPointError, match="run one by one, make none, so it comes of how the compiler"):
+        checked(*[batch() if t.kind is Kind.INPUT else t.source for t in program.inputs])
+
+
+def test_an_invalid_value_travels_as_what_jax_raises() -> None:
+    error = pickle.loads(pickle.dumps(_jax_nans.InvalidValue("invalid value (nan) in x", position=3)))
+    assert type(error) is FloatingPointError and error.args == ("invalid value (nan) in x",)
+
+
 def test_without_the_switch_nothing_is_looked_at() -> None:
     """The executable is called as it would be if there were no such switch."""
-    from aiopipe import _jax_nans
 
     def call(*args: Any) -> Any:
         return args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -163,6 +164,21 @@ def test_a_backend_that_moves_fewer_or_more_than_asked_is_at_fault(n_moved: int)
         launch_splits([bound(0, backend, feed)], env)
     assert isinstance(caught.value.__cause__, ValueError)
     assert (backend.told, env.slots[4]) == ([], None)
+
+
+def test_times_are_noted_when_all_is_brought_and_when_it_is_launched() -> None:
+    """One for a split that brings nothing; none of what comes after a failure."""
+    now = itertools.count(10.0)
+    env, times = Environment(4, 2), list[float]()
+    env.slots[0] = "x"
+    later = FEED._replace(weights=(), moves=(), gather=((0, 2),), outputs=(), frees=())
+    with pytest.raises(LaunchError):
+        launch_splits(
+            [bound(0, Broken(), FEED), bound(1, Broken(call=ValueError()), later)], env, times, lambda: next(now)
+        )
+    assert times == [10.0, 11.0]
+    launch_splits([bound(1, Broken(), later)], env, times, lambda: next(now))
+    assert times == [10.0, 11.0, 12.0]
 
 
 def test_operands_of_one_evaluation_are_not_those_of_the_next() -> None:

@@ -331,6 +331,11 @@ async def test_an_input_that_the_model_cannot_take() -> None:
         assert_close(await pipe(batch()), oracle(mlp, mlp_params(3), batch()))
 
 
+def test_a_number_of_plans_that_makes_no_sense() -> None:
+    with pytest.raises(ValueError, match="max_plans is 0, expected at least 1"):
+        ap.Pipeline(mlp, mlp_params(1), devices=DEVICES, max_plans=0)
+
+
 async def test_a_deleted_input() -> None:
     async with ap.Pipeline(mlp, mlp_params(3), devices=DEVICES) as pipe:
         await pipe(batch())

@@ -59,6 +59,21 @@ def test_import_is_clean() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_import_brings_nothing_but_what_it_depends_on() -> None:
+    """So that it takes little more than importing JAX."""
+    code = (
+        "import sys, anyio, jax, numpy; before = set(sys.modules); import aiopipe; "
+        "print(*(name for name in sys.modules if name not in before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=True
+    )
+    new = {name for name in done.stdout.split() if name.partition(".")[0] not in sys.stdlib_module_names}
+    ours = {name for name in new if name.partition(".")[0] == "aiopipe"}
+    assert "aiopipe.pipeline" in ours and not any(name.startswith("aiopipe.cli") for name in ours)
+    assert new - ours <= {"numpy.typing", "numpy._typing._add_docstring"}
+
+
 def test_no_paths_of_a_machine() -> None:
     # Put together here, so that this file does not find itself.
     pattern = re.compile("|".join(f"/{folder}/" for folder in ("home", "root", "Users")))

@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 import jax
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import aiopipe as ap
@@ -16,6 +17,7 @@ from simgraphs import array, captures_logged, check_happens_before, settled
 from simplay import Play, flat
 from simprograms import GraphSpec, bad, build, expected, graph_specs, same
 
+pytestmark = pytest.mark.timeout(max(60, settings.default.max_examples))  # type: ignore[union-attr]
 LATENCIES = st.sampled_from([0.0, 0.25, 2.0])
 RATES = st.sampled_from([8.0, 64.0, 1e9])
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiopipe.sched.state import RunState
 from aiopipe.sched.stimuli import (
     Admit,
+    Begin,
     Cancel,
     Captured,
     Completed,
@@ -28,6 +29,7 @@ from aiopipe.sched.stimuli import (
     Watch,
 )
 
+pytestmark = pytest.mark.timeout(max(60, settings.default.max_examples))  # type: ignore[union-attr]
 Depends = Sequence[tuple[int, ...]]
 
 
@@ -54,7 +56,7 @@ class Shell:
     def __init__(self, n_copies: int) -> None:
         self.state = RunState(n_copies)
         self.told: dict[int, Told] = {}
-        self.due: list[Admit | Launch | Watch] = []
+        self.due: list[Admit | Begin | Launch | Watch] = []
         self.ended: Counter[Outcome] = Counter()
         self.n_submitted = self.n_stimuli = 0
         self.last_admitted = self.last_slot = -1
@@ -62,8 +64,8 @@ class Shell:
 
     # -- what callers and devices do ------------------------------------------------------------
 
-    def submit(self, depends: Depends, shared: str | None) -> None:
-        stimulus = Submit(self.n_submitted, depends, shared)
+    def submit(self, depends: Depends, shared: str | None, *, prompt: bool = False) -> None:
+        stimulus = Submit(self.n_submitted, depends, shared, prompt and len(depends) == 1 and shared is None)
         self.told[stimulus.evaluation] = Told(stimulus)
         self.n_submitted += 1
         self.give(stimulus)
@@ -73,6 +75,11 @@ class Shell:
         told, error = self.told[due.evaluation], RuntimeError("boom")
         stimulus: Stimulus
         if isinstance(due, Watch):
+            stimulus = Completed(due.evaluation, error if fails else None)
+        elif isinstance(due, Begin) and fails and index % 3:  # capturing or launching it raised
+            stimulus = Failed(due.evaluation, -(index % 2), error)
+        elif isinstance(due, Begin):
+            told.watched = True
             stimulus = Completed(due.evaluation, error if fails else None)
         elif isinstance(due, Admit):
             told.captured = True
@@ -106,7 +113,7 @@ class Shell:
                 return
             stimulus: Stimulus = Submit(evaluation, ())
         else:
-            answered = Admit if kind is Captured else Watch
+            answered = (Admit,) if kind is Captured else (Begin, Watch)
             if any(d.evaluation == evaluation and isinstance(d, answered) for d in self.due):
                 return
             stimulus = Failed(self.n_submitted, 0, ValueError()) if kind is Failed else kind(evaluation)
@@ -127,7 +134,9 @@ class Shell:
         self.n_stimuli += 1
         for instruction in self.state.handle(stimulus):
             told = self.told[instruction.evaluation]  # nobody hears of one that is gone
-            if isinstance(instruction, Admit):
+            if isinstance(instruction, (Admit, Begin)):
+                told.captured = isinstance(instruction, Begin)
+                assert told.captured == told.submitted.prompt
                 self.admit(told, instruction)
             elif isinstance(instruction, Launch):
                 self.launch(told, instruction)
@@ -148,7 +157,7 @@ class Shell:
                 del self.told[instruction.evaluation]
         self.state.validate()
 
-    def admit(self, told: Told, instruction: Admit) -> None:
+    def admit(self, told: Told, instruction: Admit | Begin) -> None:
         assert told.slot is None and told.ended_as is None
         assert self.last_admitted < instruction.evaluation, "in order of submission"
         held = {t.slot: t for t in self.told.values() if t.slot is not None}
@@ -200,6 +209,10 @@ class RunStateMachine(RuleBasedStateMachine):
     def submit(self, depends: Depends, shared: str | None) -> None:
         self.shell.submit(depends, shared)
 
+    @rule()
+    def submit_prompt(self) -> None:
+        self.shell.submit(((),), None, prompt=True)
+
     @precondition(lambda self: self.shell.due)
     @rule(index=st.integers(0, 9), fails=st.booleans())
     def answer(self, index: int, fails: bool) -> None:
@@ -235,11 +248,13 @@ class RunStateMachine(RuleBasedStateMachine):
 
 
 TestRunState = RunStateMachine.TestCase
+TestRunState.settings = settings(stateful_step_count=30)
 
 
 # Byte by byte: many stimuli ------------------------------------------------------------------------
 
 SHAPES: Sequence[Depends] = (
+    ((),),
     (),
     ((),),
     ((), ()),
@@ -263,7 +278,8 @@ def walk(data: bytes) -> int:
     for i in range(1, len(data) - 1, 2):
         kind, number = KINDS[data[i] % len(KINDS)], data[i + 1]
         if kind == "s":
-            shell.submit(SHAPES[number % len(SHAPES)], (None, None, "a", "b")[number // len(SHAPES) % 4])
+            shared = (None, None, "a", "b")[number // len(SHAPES) % 4]
+            shell.submit(SHAPES[number % len(SHAPES)], shared, prompt=number % 2 == 0)
         elif kind in "af" and shell.due:
             shell.answer(number, fails=kind == "f")
         elif kind in "co" and shell.n_submitted:

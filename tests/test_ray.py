@@ -66,6 +66,50 @@ def cluster() -> Iterator[None]:
             ray.shutdown()
 
 
+def test_a_ray_that_cannot_be_imported_or_started_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "ray", None)
+        with pytest.raises(ap.PlacementError, match=r"ray:cpu:0 needs the extra: pip install 'aiopipe\[ray\]'"):
+            MODULE._ray("ray:cpu:0")
+
+    class Broken:
+        def init(self) -> None:
+            raise OSError("no room")
+
+    with pytest.raises(ap.PlacementError, match=r"cannot be initialized: no room; call ray\.init yourself") as caught:
+        MODULE._initialize(Broken())
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_what_ray_says_of_a_message_that_was_not_answered() -> None:
+    """What the actor raised is an answer; all else that Ray raises means that the actor is gone."""
+    from concurrent.futures import Future
+
+    import ray
+
+    carrier, told = object.__new__(MODULE._RayCarrier), []
+    future: Future[Any] = Future()
+
+    class Sent:
+        def remote(self, *_: Any) -> Any:
+            return self
+
+        def future(self) -> Future[Any]:
+            return future
+
+    carrier._ray = ray
+    carrier._actor = type("Actor", (), {"execute": Sent()})
+    for error, lost in [
+        (ray.exceptions.RayActorError(), True),
+        (ray.exceptions.RayTaskError("execute", "trace", ValueError("wrong")), False),
+        (ValueError("of ours"), False),
+    ]:
+        future = Future()
+        carrier.send(0, (), lambda *answer: told.append(answer))
+        future.set_exception(error)
+        assert told.pop() == (None, error, lost)
+
+
 @pytest.fixture
 async def remote() -> AsyncIterator[RemoteBackend]:
     async with ap.open_backend("ray:cpu:0") as backend:

@@ -408,6 +408,27 @@ async def test_closing_fails_who_still_waits() -> None:
     assert await told is None  # it had ended well before
 
 
+async def test_what_is_sent_after_a_loss_hears_of_it(remote: Opened) -> None:
+    await remote.backend.graph_compute(await graph_of(remote, mlp_params(1)), batch())
+    await asyncio.to_thread(remote.carrier.lose, "it burned down")
+    link = remote.backend.link
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "connect", lambda: None)  # which looked just before that
+        for op in ("free", "download"):
+            with pytest.raises(ap.BackendLostError, match="it burned down"):
+                await asyncio.to_thread(link.send(op, 0).wait)
+
+
+async def test_a_host_of_the_lowest_priority_may_be_another_machine(remote: Opened) -> None:
+    """A slow one, with this host before it: nothing is opened beside them."""
+    params = mlp_params(2)
+    async with ap.Scheduler(["cpu:1", remote.backend]) as sched:
+        assert [backend.name for backend in sched.backends] == ["cpu:1", "near:cpu:0"]
+        graph = ap.trace(mlp, params, batch())
+        sched.set_cut(graph, [0] * (len(graph.nodes) - 1) + [1])
+        assert_close(await ap.fetch(await sched.graph_compute(graph, batch())), oracle(mlp, params, batch()))
+
+
 async def test_closing_before_the_first_use_starts_nothing() -> None:
     opened = Opened()
     await opened.backend.aclose()

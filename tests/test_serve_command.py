@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -66,14 +67,26 @@ async def test_smollm2_over_http_and_sigterm() -> None:
         assert process.wait() == 0
 
 
-def test_ctrl_c_ends_it() -> None:
-    with running("--model", str(TINY), "--name", "tiny", "--no-embeddings", "--rows", "1", "--n-ctx", "64") as (
-        process,
-        url,
-    ):
-        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+def test_aiopipe_serve_says_where_as_json_and_ctrl_c_ends_it(tmp_path: Path) -> None:
+    model = ("--model", str(TINY), "--name", "tiny", "--no-embeddings", "--devices", "cpu:0")
+    sizes = ("--rows", "1", "--n-ctx", "32", "--chunk", "8")
+    with subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "aiopipe", "serve", *model, *sizes, "--port", "0", "--json"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            found = json.loads(process.stdout.readline())
+            assert (found["command"], found["models"]) == ("serve", ["tiny"])
+            assert httpx.get(f"{found['address']}/v1/models").json()["data"][0]["id"] == "tiny"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+            assert process.stdout.read() == ""
+        finally:
+            process.kill()
 
 
 def test_a_model_that_is_not_there() -> None:

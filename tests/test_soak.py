@@ -1,4 +1,4 @@
-"""The soak script for a few seconds; `make soak` runs it for longer."""
+"""The soak script for a minute; `make soak` runs it for half an hour."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.timeout(120)
-def test_a_few_seconds_of_everything() -> None:
+@pytest.mark.timeout(200)
+def test_a_minute_of_everything() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "scripts" / "soak.py"), "--minutes", "0.08"],
+        [sys.executable, "-W", "error", str(ROOT / "scripts" / "soak.py"), "--minutes", "1"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.rpartition("}")[0] + "}")
     assert not found["wrong"]
-    assert {"call", "step", "stream", "failed"} <= found["counts"].keys()
+    assert {"call", "step", "stream", "failed", "aborted", "batched", "in time", "snapshot"} <= found["counts"].keys()

@@ -11,6 +11,7 @@ import pytest
 from aiopipe.sched.state import Phase, RunState, _Run
 from aiopipe.sched.stimuli import (
     Admit,
+    Begin,
     Cancel,
     Captured,
     Completed,
@@ -50,6 +51,32 @@ def test_one_evaluation_from_submit_to_release() -> None:
     assert state.in_flight == state.waiting == 0
     assert state.counts[Outcome.SUCCESS] == 1
     assert state.n_admitted == 1
+
+
+def test_a_prompt_evaluation_begins_in_one_go() -> None:
+    state = RunState(1)
+    assert run(state, Submit(0, ONE, None, True)) == [Begin(0, 0)]
+    assert run(state, Submit(1, ONE, None, True)) == []
+    assert (state.phase(0), state.phase(1)) == (Phase.DRAINING, Phase.WAITING)
+    assert run(state, Completed(0)) == [Resolve(0, Outcome.SUCCESS), Release(0, 0), Begin(1, 0)]
+    assert run(state, Completed(1, BOOM)) == [Resolve(1, Outcome.FAILED, BOOM), Release(1, 0)]
+
+
+@pytest.mark.parametrize("segment", [-1, 0])
+def test_a_prompt_evaluation_that_cannot_begin_drains_what_it_has_launched(segment: int) -> None:
+    state = RunState(1)
+    run(state, Submit(0, ONE, None, True), Submit(1, ONE))
+    assert run(state, Failed(0, segment, BOOM)) == [Resolve(0, Outcome.FAILED, BOOM), Watch(0)]
+    assert run(state, Completed(0)) == [Release(0, 0), Admit(1, 0)]
+
+
+def test_a_prompt_evaluation_is_cancelled() -> None:
+    state = RunState(1)
+    run(state, Submit(0, ONE, None, True), Submit(1, ONE, None, True), Submit(2, ONE, None, True))
+    assert run(state, Cancel(1)) == [Resolve(1, Outcome.CANCELLED), Release(1, -1)]
+    assert run(state, Cancel(0)) == [Resolve(0, Outcome.CANCELLED)]
+    assert run(state, Failed(0, 0, BOOM)) == [Watch(0)]  # which came behind it
+    assert run(state, Completed(0)) == [Release(0, 0), Begin(2, 0)]
 
 
 def test_an_evaluation_goes_through_its_phases() -> None:
@@ -228,7 +255,7 @@ BOOM = RuntimeError("boom")
     ("stimulus", "message"),
     [
         (Captured(7), "Captured(evaluation=7): no such evaluation is under way"),
-        (Submit(0, ONE), "Submit(evaluation=0, depends=((),), state=None): that evaluation is under way already"),
+        (Submit(0, ONE), f"{Submit(0, ONE)}: that evaluation is under way already"),
         (Launched(0, 0), "Launched(evaluation=0, segment=0): the evaluation is capturing, expected running"),
         (Completed(0), "Completed(evaluation=0, error=None): the evaluation is capturing, expected draining"),
         (Failed(0, 0, BOOM), f"{Failed(0, 0, BOOM)}: the evaluation is capturing, expected running"),

@@ -142,6 +142,7 @@ class XlaBackend(Backend):
         self._sharding = _jax.sharding_of(device.jax_device)
         self._aliases_host = device.props.aliases_host
         self._view_nbytes = device.props.view_nbytes
+        self._move = _jax.Mover(device.jax_device)
         self._completion = ThreadLane(f"{self.name}-completion")
 
     def load(self, program: Program) -> Executable:
@@ -197,14 +198,13 @@ class XlaBackend(Backend):
                 if in_place:
                     continue
             moving.append(i)
-        if moving:
+        if len(moving) == 1:
+            out[moving[0]] = self._move(out[moving[0]])
+        elif moving:
             sources = [out[i] for i in moving]
             with _jax.wide_context(sources):
-                if len(moving) == 1:
-                    out[moving[0]] = _jax.put_one(sources[0], self.jax_device)
-                else:
-                    for i, value in zip(moving, _jax.put(sources, self.jax_device), strict=True):
-                        out[i] = value
+                for i, value in zip(moving, _jax.put(sources, self.jax_device), strict=True):
+                    out[i] = value
         return out
 
     def all_ready(self, values: Sequence[Any]) -> bool:

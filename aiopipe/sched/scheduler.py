@@ -24,12 +24,13 @@ from ..plans import Plans
 from ..ready import Ready
 from ..recorder import CAPACITY, Recorder
 from ..registry import index_of, with_host
-from ..runner import Runner, seconds_of
+from ..runner import Runner
 from ..state import State
 from ..states import States
 from ..statistics import Statistics
 from ..streaming import stream_in_order
 from ..timeline import Timeline
+from ..watcher import seconds_of
 from .alloc import choose_buffer_types, memory_limits
 from .plan import Plan
 
@@ -321,7 +322,9 @@ class Scheduler:
         loaded = self._plans.get(graph)
         if loaded is None or state is not None or graph.state:
             loaded = await self._ready.for_evaluation(graph, state)
-        return await self._runner.submit(loaded, values, state, deadline=seconds_of(deadline))
+        if deadline is not None:
+            deadline = seconds_of(deadline)
+        return await self._runner.submit(loaded, values, state, deadline=deadline)
 
     async def graph_compute(
         self, graph: Graph, *inputs: Any, state: State | None = None, deadline: float | None = None

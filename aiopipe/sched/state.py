@@ -8,6 +8,8 @@ Life of an evaluation::
 
     WAITING --a slot is free--> CAPTURING --inputs captured--> RUNNING --all launched--> DRAINING --> (gone)
 
+One that is prompt skips the two in the middle: whoever begins it captures and launches at once.
+
 A cancelled, failed, overdue or aborted evaluation launches nothing more and goes to DRAINING as soon as no
 launch is under way: launched work cannot be recalled, so its slot comes back only when the devices are
 done with it, exactly once. Until then the others take turns with the slots that are left.
@@ -21,10 +23,11 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .stimuli import (
     Admit,
+    Begin,
     Cancel,
     Captured,
     Completed,
@@ -57,13 +60,14 @@ class _Run:
     id: int
     depends: Sequence[tuple[int, ...]]
     state: Hashable = None
+    prompt: bool = False
     phase: Phase = Phase.WAITING
     copy_id: int = -1
     outcome: Outcome | None = None
     unlaunched: int = 0
     launching: int = 0
-    missing: list[int] = field(default_factory=list)  # by segment: how many it still comes after
-    followers: list[list[int]] = field(default_factory=list)
+    missing: list[int] | None = None  # by segment: how many it still comes after; None where there is but one
+    followers: list[list[int]] | None = None
 
 
 class RunState:
@@ -155,25 +159,22 @@ class RunState:
             return out
         if run is None:
             raise ValueError(f"{stimulus}: no such evaluation is under way")
-        if isinstance(stimulus, Captured):
+        if kind is Completed:
+            self._completed(run, stimulus, out)  # type: ignore[arg-type]  # as above
+        elif kind is Launched:
+            self._expect(run, Phase.RUNNING, stimulus)
+            self._launched(run, stimulus.segment, out)  # type: ignore[union-attr]  # as above
+        elif kind is Captured:
             self._expect(run, Phase.CAPTURING, stimulus)
             self._captured(run, out)
-        elif isinstance(stimulus, Launched):
-            self._expect(run, Phase.RUNNING, stimulus)
-            self._launched(run, stimulus.segment, out)
-        elif isinstance(stimulus, Failed):
-            self._failed(run, stimulus, out)
-        elif isinstance(stimulus, Completed):
-            self._expect(run, Phase.DRAINING, stimulus)
-            if run.outcome is None:
-                self._end(run, Outcome.FAILED if stimulus.error else Outcome.SUCCESS, stimulus.error, out)
-            self._release(run, out)
+        else:
+            self._failed(run, stimulus, out)  # type: ignore[arg-type]  # as above
         return out
 
     def _submit(self, stimulus: Submit, out: list[Instruction]) -> None:
         if stimulus.evaluation in self._runs:
             raise ValueError(f"{stimulus}: that evaluation is under way already")
-        run = _Run(stimulus.evaluation, stimulus.depends, stimulus.state)
+        run = _Run(*stimulus)
         self._runs[run.id] = run
         if run.state is not None:
             self._turns.setdefault(run.state, deque()).append(run)
@@ -190,8 +191,12 @@ class RunState:
             self._next = slot + 1 if slot + 1 < self.n_copies else 0
             self._holders[slot] = run
             run.copy_id = slot
-            run.phase = Phase.CAPTURING
-            out.append(Admit(run.id, slot))
+            if run.prompt:
+                run.phase = Phase.DRAINING
+                out.append(Begin(run.id, slot))
+            else:
+                run.phase = Phase.CAPTURING
+                out.append(Admit(run.id, slot))
 
     def _captured(self, run: _Run, out: list[Instruction]) -> None:
         run.phase = Phase.RUNNING
@@ -209,13 +214,14 @@ class RunState:
                 run.launching = 1
                 out.append(Launch(run.id, 0))
                 return
-            run.missing = [len(d) for d in depends]
-            run.followers = [[] for _ in depends]
+            missing = [len(d) for d in depends]
+            followers: list[list[int]] = [[] for _ in depends]
+            run.missing, run.followers = missing, followers
             for segment, before in enumerate(depends):
                 for d in before:
-                    run.followers[d].append(segment)
-            for segment, missing in enumerate(run.missing):
-                if not missing:
+                    followers[d].append(segment)
+            for segment, n_missing in enumerate(missing):
+                if not n_missing:
                     run.launching += 1
                     out.append(Launch(run.id, segment))
         self._settle(run, out)
@@ -223,25 +229,36 @@ class RunState:
     def _launched(self, run: _Run, segment: int, out: list[Instruction]) -> None:
         run.launching -= 1
         run.unlaunched -= 1
-        if run.followers and run.outcome is None:
-            for follower in run.followers[segment]:
-                run.missing[follower] -= 1
-                if not run.missing[follower]:
+        missing, followers = run.missing, run.followers
+        if missing is not None and followers is not None and run.outcome is None:
+            for follower in followers[segment]:
+                missing[follower] -= 1
+                if not missing[follower]:
                     run.launching += 1
                     out.append(Launch(run.id, follower))
         self._settle(run, out)
 
     def _failed(self, run: _Run, stimulus: Failed, out: list[Instruction]) -> None:
         capturing = stimulus.segment < 0
-        self._expect(run, Phase.CAPTURING if capturing else Phase.RUNNING, stimulus)
+        expected = Phase.DRAINING if run.prompt else Phase.CAPTURING if capturing else Phase.RUNNING
+        self._expect(run, expected, stimulus)
         if run.outcome is None:
             self._end(run, stimulus.outcome, stimulus.error, out)
-        if capturing:
+        if run.prompt:  # what it has launched, if anything, has to be waited for all the same
+            out.append(Watch(run.id))
+        elif capturing:
             run.phase = Phase.RUNNING
         else:
             run.launching -= 1
         self._settle(run, out)
         self._admit(out)
+
+    def _completed(self, run: _Run, stimulus: Completed, out: list[Instruction]) -> None:
+        if run.phase is not Phase.DRAINING:
+            self._expect(run, Phase.DRAINING, stimulus)
+        if run.outcome is None:
+            self._end(run, Outcome.FAILED if stimulus.error else Outcome.SUCCESS, stimulus.error, out)
+        self._release(run, out)
 
     def _settle(self, run: _Run, out: list[Instruction]) -> None:
         """Let go of a waiting run that ended; drain a running one that will launch nothing more."""
@@ -274,9 +291,11 @@ class RunState:
     def _release(self, run: _Run, out: list[Instruction]) -> None:
         del self._runs[run.id]
         self._holders[run.copy_id] = None
-        self._trim()
+        if len(self._holders) > self.n_copies:
+            self._trim()
         out.append(Release(run.id, run.copy_id))
-        self._admit(out)
+        if self._waiting:
+            self._admit(out)
 
     @staticmethod
     def _expect(run: _Run, phase: Phase, stimulus: Stimulus) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 __all__ = [
     "Admit",
+    "Begin",
     "Cancel",
     "Captured",
     "Completed",
@@ -32,16 +33,20 @@ class Outcome(enum.Enum):
     CANCELLED = "cancelled"
     ABORTED = "aborted"
 
+    __hash__ = object.__hash__  # members are single; Enum hashes their names, in Python, at each count
+
 
 class Submit(NamedTuple):
     """A caller asks for an evaluation; `depends[i]` are the segments that segment i comes after.
 
-    Evaluations with equal `state` launch in the order in which they are submitted.
+    Evaluations with equal `state` launch in the order in which they are submitted. One that is `prompt` has one segment
+    and no state, and neither its capture nor its launch has to wait for anything.
     """
 
     evaluation: int
     depends: Sequence[tuple[int, ...]]
     state: Hashable = None
+    prompt: bool = False
 
 
 class Captured(NamedTuple):
@@ -93,6 +98,16 @@ class Admit(NamedTuple):
     copy_id: int
 
 
+class Begin(NamedTuple):
+    """Give the prompt evaluation this slot, capture its inputs, launch its segment and wait for that, all at once.
+
+    What `Admit`, `Launch` and `Watch` ask for one by one; answer `Completed` or `Failed`.
+    """
+
+    evaluation: int
+    copy_id: int
+
+
 class Launch(NamedTuple):
     """Launch a segment; answer `Launched` or `Failed`."""
 
@@ -121,4 +136,4 @@ class Release(NamedTuple):
     copy_id: int
 
 
-Instruction = Admit | Launch | Watch | Resolve | Release
+Instruction = Admit | Begin | Launch | Watch | Resolve | Release

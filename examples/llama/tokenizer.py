@@ -13,6 +13,8 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from package import has_failed
+
 from .gguf_file import File, read_file
 from .weights import model_path
 
@@ -212,7 +214,9 @@ class Tokenizer:
             raise ValueError(f"{self._path}: its text is split in the way {name!r}; only {sorted(before)} are known")
         try:
             encoder = Tokenizer(models.BPE(self._ids, [tuple(merge.split(" ")) for merge in merges]))
-        except Exception as error:  # the package raises nothing more special
+        except BaseException as error:
+            if not has_failed(error):
+                raise
             raise ValueError(f"{self._path}: its tokens and merges do not fit together: {error}") from error
         encoder.pre_tokenizer = pre_tokenizers.Sequence([*before[name], bytes_level])
         encoder.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from package import has_failed
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -102,7 +103,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
     text = path.read_bytes()
     try:
         tokenizer = Tokenizer.from_buffer(text)
-    except Exception as error:  # the package raises nothing more special
+    except BaseException as error:
+        if not has_failed(error):
+            raise
         raise ValueError(f"{path}: this is no tokenizer, or is damaged: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()

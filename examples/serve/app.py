@@ -54,6 +54,7 @@ class Service:
 
     Attributes:
         app: the ASGI application.
+        names: of the models, as clients call them.
     """
 
     def __init__(self, models: Models, *, chat_name: str, embed_name: str, limits: Limits) -> None:
@@ -63,7 +64,7 @@ class Service:
         self.embeddings: Embeddings | None = None
         self._closing = False
         self._began_s = time.time()
-        self._names: list[str] = []
+        self.names: list[str] = []
         self.live = Live(*_watched(models), self._now, limits)
         routes = [
             Route("/v1/models", self._models),
@@ -79,7 +80,7 @@ class Service:
             chat = Chat(self.texts, chat_name, limits)
             routes.append(Route("/v1/chat/completions", chat.chat, methods=["POST"]))
             routes.append(Route("/v1/completions", chat.completion, methods=["POST"]))
-            self._names.append(chat_name)
+            self.names.append(chat_name)
         if models.batcher is not None:
             self.embeddings = Embeddings(
                 models.batcher,
@@ -91,7 +92,7 @@ class Service:
                 metrics=self.metrics,
             )
             routes.append(Route("/v1/embeddings", self.embeddings.embeddings, methods=["POST"]))
-            self._names.append(embed_name)
+            self.names.append(embed_name)
         Values(self.metrics, self._values)
         self.app = Observed(Starlette(routes=routes, exception_handlers=handlers), self.metrics)
 
@@ -113,12 +114,12 @@ class Service:
         return JSONResponse({"status": "ok"})
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._shown(name) for name in self._names]})
+        return JSONResponse({"object": "list", "data": [self._shown(name) for name in self.names]})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._names:
-            message = f"The model '{name}' does not exist. This server has {', '.join(map(repr, self._names))}."
+        if name not in self.names:
+            message = f"The model '{name}' does not exist. This server has {', '.join(map(repr, self.names))}."
             raise ApiError(404, message, param="model", code="model_not_found")
         return JSONResponse(self._shown(name))
 
