@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from . import _threads
 from ._loops import running_loop
-from .errors import BackendClosedError
+from .errors import AiopipeError, BackendClosedError
 from .progress_text import Look, Pace, line_of
 from .statistics import Statistics
 from .timeline import Timeline
@@ -70,6 +70,7 @@ class Progress:
         self._done = 0
         self._total: int | None = None
         self._pace = Pace(time.perf_counter())
+        self._since: float | None = None
         self._table: LiveTable | None = None
         self._task: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
@@ -89,6 +90,8 @@ class Progress:
         self._finish()
         self._what, self._total, self._done = what, total, 0
         self._pace = Pace(time.perf_counter())
+        timeline = self._timeline()
+        self._since = None if timeline is None else timeline.now()
 
     def advance(self, n: int = 1) -> None:
         """So much more is done."""
@@ -137,13 +140,23 @@ class Progress:
         except BackendClosedError:  # not open yet, or not any more
             return look
         return replace(
-            look, in_flight=found.in_flight, n_copies=found.n_copies, waiting=found.waiting, busy=self._busy(found)
+            look, in_flight=found.in_flight, n_copies=found.n_copies, waiting=found.waiting, busy=self._busy()
         )
 
-    def _busy(self, found: Statistics) -> dict[str, float]:
-        if self._source is None or found.timeline is None:
+    def _busy(self) -> dict[str, float]:
+        """Of the last seconds, or since it began."""
+        timeline = self._timeline()
+        if timeline is None:
             return {}
-        return self._source.timeline.recent(BUSY_S).utilization()
+        seconds = BUSY_S if self._since is None else min(BUSY_S, timeline.now() - self._since)
+        return timeline.recent(seconds).utilization()
+
+    def _timeline(self) -> Timeline | None:
+        """That of the source, if it has one."""
+        try:
+            return None if self._source is None else self._source.timeline
+        except AiopipeError:
+            return None
 
     async def _keep_showing(self) -> None:
         while not self._over.is_set():

@@ -96,6 +96,10 @@ class Timeline:
             begin = max(begin, min((span.begin_s for span in spans), default=begin))
         return Timeline(spans, self.backends, window=(begin, now))
 
+    def now(self) -> float:
+        """The time of its clock, in seconds; of one that has ended, when that was."""
+        return self._check(None, self.spans)[1] if self._recorder is None else self._recorder.clock()
+
     def frozen(self) -> Timeline:
         """This timeline as it is now, which stays so. Quick: what it shows is worked out when somebody looks."""
         if self._recorder is None:

@@ -149,7 +149,7 @@ async def test_a_table_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
             progress.begin("thinking", total=8)
             progress.update(2)
             await terminal.until("2/8")
-    for part in ("thinking", "0 of 2 in flight", "sim:0", "busy 90%", "sim:1", "busy 50%", "\x1b[?25l", "\x1b[?25h"):
+    for part in ("thinking", "0 of 2 in flight", "busy: sim:0 90%, sim:1 50%", "busy 0%", "\x1b[?25l", "\x1b[?25h"):
         assert part in terminal.getvalue(), part
 
 
