@@ -48,6 +48,7 @@ __all__ = [
     "dtype_name",
     "dtype_of",
     "has_fast_put",
+    "has_started",
     "host_view",
     "is_ready",
     "nbytes_of",
@@ -67,6 +68,7 @@ __all__ = [
 
 _source_info: Any
 _trace_context: Any
+_bridge: Any
 try:
     from jax._src import source_info_util as _source_info
 except ImportError:  # pragma: no cover - no supported version lacks it
@@ -75,6 +77,20 @@ try:
     from jax._src.config import trace_context as _trace_context
 except ImportError:  # pragma: no cover - no supported version lacks it
     _trace_context = None
+
+
+try:
+    from jax._src import xla_bridge as _bridge
+except ImportError:  # pragma: no cover - no supported version lacks it
+    _bridge = None
+
+
+def has_started() -> bool:
+    """Whether JAX has opened devices in this process; where that is not known, it may have.
+
+    Takes no lock, which a thread that a fork has left behind might hold.
+    """
+    return bool(getattr(_bridge, "_backends", True))
 
 
 # Settings -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any
 
+from ._fork import hint
 from .errors import WrongLoopError
 
 __all__ = ["Turns", "check_inside", "check_own", "running_loop"]
@@ -45,10 +46,10 @@ def check_own(loop: asyncio.AbstractEventLoop | None, what: str) -> None:
     Raises:
         WrongLoopError: it belongs to another loop, or none runs here.
     """
-    if running_loop() is not loop and loop is not None and not loop.is_closed():
+    if loop is not None and running_loop() is not loop and not loop.is_closed():
         raise WrongLoopError(
             f"{what} belongs to another event loop: make one {what.rpartition(' ')[2]} for each loop, or call this one "
-            "in its own, by asyncio.run_coroutine_threadsafe or a blocking portal of anyio"
+            "in its own, by asyncio.run_coroutine_threadsafe or a blocking portal of anyio" + hint()
         )
 
 
@@ -66,6 +67,7 @@ def check_inside(loop: asyncio.AbstractEventLoop | None, what: str) -> None:
         raise WrongLoopError(
             f"{what} belongs to an event loop that runs in another thread: ask for it there, with "
             "loop.call_soon_threadsafe(...), asyncio.run_coroutine_threadsafe(..., loop) or a blocking portal of anyio"
+            + hint()
         )
 
 

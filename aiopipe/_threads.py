@@ -24,6 +24,7 @@ from queue import SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any, Protocol, TypeVar
 
+from ._fork import in_child
 from ._loops import running_loop
 
 __all__ = [
@@ -97,6 +98,7 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
 
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
+in_child(_open.clear)  # they are the parent's, and so is what they hold
 
 
 def close_at_exit(lane: Closable) -> None:

@@ -11,18 +11,19 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from ._fork import Origin
 from ._jax_types import dtype_of
 from ._threads import in_thread
 from .buffer import Account, Buffer
-from .devices.base import Device, MemoryStats, Program
+from .devices.base import Device, Program
 from .errors import BackendClosedError, PlacementError
 from .evaluation import Evaluation
 from .events import Event
+from .executable import Executable, Told
 from .graph import Graph, Kind, Node, PerGraph, Tensor
 from .graph_plan import GraphPlan, compute
 from .lanes import InlineLane, Lane, ThreadLane
@@ -41,43 +42,6 @@ __all__ = [
 ]
 
 Dispatch = Literal["auto", "shared", "own"]
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Executable:
-    """A program, compiled for one device.
-
-    Attributes:
-        program: what it computes.
-        call: launches it: takes the inputs, returns the outputs, does not wait for them.
-        memory: what it needs while it runs.
-        blocks: launching it may hold up the caller for as long as it runs.
-        instant: it does: where its operands are there, so are its results when the call returns.
-        launch_s: roughly what one launch costs the caller, in seconds.
-    """
-
-    program: Program
-    call: Callable[..., Sequence[Any]] = field(repr=False)
-    memory: MemoryStats
-    blocks: bool = False
-    launch_s: float = 1e-5
-    instant: bool = False
-
-
-class Told(NamedTuple):
-    """What a device says of something that it did, or will have done.
-
-    Attributes:
-        begin_s: when it began, by `Backend.now`.
-        end_s: when it ended.
-        source: for a copy, the name of the backend that had the value, ``""`` for the host; None for a launch.
-        nbytes: for a copy, its size.
-    """
-
-    begin_s: float
-    end_s: float
-    source: str | None = None
-    nbytes: int = 0
 
 
 class Backend(TensorIO):
@@ -116,6 +80,7 @@ class Backend(TensorIO):
         self.device = device
         self.dispatch: Dispatch = dispatch
         self.closed = False
+        self.origin = Origin()
         # Order holds for each launching thread alone (XLA's CPU client, `cpu_client.cc`).
         self.newest: dict[int, Any] = {}
         self.queue = Queue(self)
@@ -215,7 +180,9 @@ class Backend(TensorIO):
         return self.device.supports_op(node)
 
     def check_open(self) -> None:
-        """Raise `BackendClosedError` after `aclose`."""
+        """Raise `BackendClosedError` after `aclose`, `ForkedError` in a process forked from the one that opened it."""
+        if self.origin.forked:
+            self.origin.check(f"backend {self.name!r}")
         if self.closed:
             raise BackendClosedError(f"backend {self.name!r} is closed: open it again, open_backend({self.name!r})")
 
@@ -363,6 +330,8 @@ class Backend(TensorIO):
         Raises:
             WrongLoopError: another event loop has work in the queue.
         """
+        if self.origin.forked:
+            return
         self.queue.check_own()
         try:
             await self.queue.finish()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from ._fork import Origin
 from ._threads import closing_s, in_thread
 from .batch_request import INLINE_NBYTES, Call, Request, Template, read_call, to_host
 from .batch_tally import BatcherStatistics, Tally
@@ -93,6 +94,7 @@ class Batcher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._limit = 1
         self._closed = False
+        self._origin = Origin()
         # Batches belong to no caller: whose call happens to start one must not matter to what the pipeline sees.
         self._context = contextvars.copy_context()
 
@@ -148,6 +150,8 @@ class Batcher:
             cancel: calls that are not done raise `BackendClosedError`.
             timeout_s: after so long what is left is dropped, too.
         """
+        if self._origin.forked:
+            return
         self._closed = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -167,6 +171,7 @@ class Batcher:
         await self.aclose(cancel=kind is not None, timeout_s=closing_s(kind))
 
     def _check_open(self) -> None:
+        self._origin.check("this batcher")
         if self._closed:
             raise BackendClosedError("this batcher is closed: make a new one")
         loop = asyncio.get_running_loop()

@@ -45,6 +45,8 @@ class Closing:
 
     async def close(self, *, cancel: bool, timeout_s: float | None) -> None:
         """`Scheduler.aclose`."""
+        if self._runner.origin.forked:
+            return
         if self._runner.move():
             self._task = None  # which can never end
         self._runner.closed = True
@@ -67,7 +69,7 @@ class Closing:
 
     def __del__(self) -> None:
         runner = getattr(self, "_runner", None)
-        if runner is None or runner.closed or runner.loop is None:
+        if runner is None or runner.closed or runner.loop is None:  # None, too, where it is another process's
             return
         warnings.warn(
             f"a scheduler over {self._names} was never closed: use it (or its Pipeline) in an 'async with' block, or "

@@ -1,7 +1,7 @@
 """The exception tree: every error that aiopipe raises on purpose.
 
 Three questions a caller asks are answered by the class alone: *did I call it wrongly?*
-(`TensorError`, `TraceError`, `PlacementError`, `ReplanError`, `WrongLoopError`), *is there no room?*
+(`TensorError`, `TraceError`, `PlacementError`, `ReplanError`, `WrongLoopError`, `ForkedError`), *is there no room?*
 (`AllocationError`; for now: `OverloadedError`), *did the evaluation not end well?* (`EvaluationError`,
 `EvaluationAborted`, `BackendLostError`, `BackendClosedError`). `OutOfMemoryError` answers both of the last.
 
@@ -18,6 +18,7 @@ __all__ = [
     "DeadlineExceeded",
     "EvaluationAborted",
     "EvaluationError",
+    "ForkedError",
     "OutOfMemoryError",
     "OverloadedError",
     "PlacementError",
@@ -156,6 +157,10 @@ class BackendLostError(AiopipeError, ConnectionError):
 
 class WrongLoopError(AiopipeError, RuntimeError):
     """A scheduler was used from another event loop than the one that it belongs to."""
+
+
+class ForkedError(AiopipeError, RuntimeError):
+    """Something that was opened before this process was forked was used in the child."""
 
 
 def says_no_room(error: BaseException) -> bool:

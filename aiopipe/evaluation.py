@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from ._fork import hint
 from ._loops import check_inside, running_loop
 from .errors import WrongLoopError
 from .events import Event
@@ -153,9 +154,8 @@ class Evaluation:
         if not self._done:
             if asyncio._get_running_loop() is not self._loop:
                 running_loop()  # which says so where there is none
-                raise WrongLoopError(
-                    f"evaluation {self.id} belongs to another event loop: await it where it was submitted"
-                )
+                why = f"evaluation {self.id} belongs to another event loop: await it where it was submitted"
+                raise WrongLoopError(why + hint())
             waiter: asyncio.Future[None] = self._loop.create_future()
             self._waiters.add(waiter)
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 
+from ._fork import hint
 from ._loops import check_inside, running_loop
 from .errors import WrongLoopError
 
@@ -97,6 +98,7 @@ class Event:
             if self.recorded or not self._loop.is_closed():
                 raise WrongLoopError(
                     f"the event {self.name!r} belongs to another event loop: wait for it there, or record one in this"
+                    + hint()
                 )
             self._callbacks.clear()  # of those who waited there
         self._loop = loop

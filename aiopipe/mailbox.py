@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _threads
+from ._fork import Origin
 from ._loops import check_own, running_loop
 from .errors import WrongLoopError
 
@@ -25,10 +26,12 @@ class Mailbox:
 
     Attributes:
         loop: whose it is.
+        origin: in which process.
     """
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.origin = Origin()
         self._messages: _threads.deque[tuple[Callable[..., None], tuple[Any, ...]]] = _threads.deque()
         self._awake = False
         self._bell: _Bell | None = None
@@ -42,8 +45,10 @@ class Mailbox:
         """The running loop, whose it is from now on.
 
         Raises:
+            ForkedError: it is of a process that this one was forked from.
             WrongLoopError: it is another loop's, or none runs here.
         """
+        self.origin.check("this scheduler")
         loop = running_loop()
         if self.loop is None:
             self.bind(loop)

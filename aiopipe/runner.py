@@ -72,6 +72,7 @@ class Runner:
         self._recorder = recorder
         self._runs: dict[int, Run] = {}
         self._mailbox = Mailbox()
+        self.origin = self._mailbox.origin
         self._post = self._mailbox.post
         self._watcher = Watcher(self._runs, self._post, self._feed, recorder)
         self._stimuli: deque[Stimulus] = deque()
@@ -93,8 +94,8 @@ class Runner:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop that it is bound to."""
-        return self._mailbox.loop
+        """The loop that it is bound to; None in a child of the process that it is open in."""
+        return None if self.origin.forked else self._mailbox.loop
 
     @property
     def idle(self) -> bool:
@@ -149,7 +150,7 @@ class Runner:
     def cancel(self, evaluation: int) -> bool:
         """Cancel an evaluation; False when it is done already."""
         run = self._runs.get(evaluation)
-        if run is None or run.evaluation._done:
+        if run is None or run.evaluation._done or self.origin.forked:
             return False
         self._feed(Cancel(evaluation))
         return True

@@ -42,7 +42,8 @@ PYTHON
 
 echo "== its types reach whoever uses it"
 printf 'import aiopipe as ap\n\nreveal_type(ap.Pipeline.stream)\nap.Pipeline(1, 2)\n' >typed.py
-"$folder/all/bin/python" -m mypy --strict typed.py || true
+"$folder/all/bin/python" -m mypy --strict typed.py >typed.txt && { echo "mypy found nothing wrong"; exit 1; } || true
+grep -E 'AsyncGenerator|named argument "devices"' typed.txt | wc -l | grep -x 2
 
 echo "== the command line and the examples"
 printf 'import jax.numpy as jnp, numpy as np\nparams = [np.eye(64, dtype=np.float32)] * 8\n\n\ndef model(params, x):\n    for w in params:\n        x = jnp.tanh(x @ w)\n    return x\n' >my_model.py

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from commands import MODEL, ROOT, call, interrupted, run, save_timeline
+from aiopipe.cli.bench import _difference
+from aiopipe.cli.progress import Progress
+from aiopipe.cli.words import number, seconds_text
+from commands import MODEL, ROOT, call, environment, interrupted, run, save_timeline
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -319,3 +326,133 @@ def test_help_of_an_example_is_its_own(argv: tuple[str, ...], name: str, monkeyp
     monkeypatch.setattr(sys, "argv", ["aiopipe", *argv])
     text = call(*argv).out
     assert text.startswith(f"usage: {name}") and f"{name} --devices" in text
+
+
+# What goes wrong, and what is seldom -------------------------------------------------------------
+
+SIM = ("--devices", "sim:2", "--json")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--link", "0GB/s"),
+        ("--flops", "0"),
+        ("--flops", "1T,2T,3T"),
+        ("--memory", f"{10**400}GB"),
+        ("--compile",),
+        ("--place", "nothing=sim:0"),
+        ("--weights", "[3]"),
+        ("--weights", "4 by 4"),
+        ("--weights", "no_file.py:init"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_options_of_plan(argv: tuple[str, ...]) -> None:
+    answer = call("plan", "my_model:model", "--input", "4x64", *SIM, *argv, code=2)
+    assert argv[0] in answer.err and answer.out == ""
+
+
+def test_a_module_without_weights_says_how_to_name_them(folder: Path) -> None:
+    (folder / "bare.py").write_text("def double(nothing, x):\n    return 2 * x\n", encoding="utf-8")
+    assert "--weights" in call("plan", "bare:double", "--input", "4", *SIM, code=2).err
+    found = call("plan", "bare:double", "--input", "4:bf16", "--weights", "null", *SIM).json
+    assert found["graph"]["weights"] == 0 and found["graph"]["outputs"][0]["dtype"] == "bfloat16"
+
+
+def test_weights_that_a_function_makes(folder: Path) -> None:
+    text = "import numpy as np\nfrom my_model import *\n\ndef looks():\n    w = init()\n"
+    text += "    assert float(w[0][0, 0]) < 99\n    return w\n\ndef breaks():\n    return 1 / 0\n"
+    (folder / "makers.py").write_text(text, encoding="utf-8")
+    argv = ("plan", "makers:model", "--input", "4x64", *SIM, "--weights")
+    assert call(*argv, "looks").json["graph"]["weights"] == 8  # JAX alone could not tell
+    answer = call(*argv, "breaks", code=3)
+    assert "makers.py:10" in answer.err and "ZeroDivisionError" in answer.err
+
+
+def test_more_cpu_devices_than_jax_has_started_with() -> None:
+    assert "started with fewer" in call("devices", "--cpus", "7", code=2).err
+    assert "at most" in call("devices", "--cpus", "100000", code=2).err
+
+
+def test_a_node_that_no_device_has_room_for() -> None:
+    answer = call("plan", "my_model:model", "--input", "4x64", *SIM, "--memory", "1KB", code=4)
+    assert answer.json["fit"]["devices_needed"] is None and "not even with n_copies=1" in answer.err
+    assert call("plan", "my_model:model", "-i", "4x64", *SIM, "--memory", "1KB", "--place", "*=sim:0", code=4).json
+
+
+def test_an_error_that_nobody_expected_is_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("inside")
+
+    monkeypatch.setattr("aiopipe.cli.app.find_devices", broken)
+    answer = call("devices", "--json", code=1)
+    assert answer.json["error"]["message"] == "ZeroDivisionError: inside (--debug shows where)"
+
+
+def test_whoever_reads_it_may_leave(folder: Path) -> None:
+    command = f"{sys.executable} -m aiopipe example | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment(), capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.stderr == "" and done.returncode in (0, 1)
+
+
+def test_ctrl_c_that_the_users_code_holds_up_ends_it_all_the_same(folder: Path) -> None:
+    text = "import sys, time\nprint('slow import', file=sys.stderr, flush=True)\n"
+    text += "for _ in range(2):\n    try:\n        time.sleep(30)\n    except KeyboardInterrupt:\n        pass\n"
+    (folder / "stubborn.py").write_text(text, encoding="utf-8")
+    answer = interrupted("plan", "stubborn:model", "--input", "4x64", folder=folder, when="slow import")
+    assert answer.code == 130 and answer.err.endswith("interrupted\n")
+
+
+def test_progress_on_a_terminal_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress() as progress:
+        progress.step("compiling", 1, 2)
+        progress.step("compiling", 2, 2)
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "compiling" in shown and shown.endswith("\x1b[2K")  # the bar is wiped away
+
+
+@LOOPS
+def test_bench_takes_as_many_evaluations_as_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiopipe.cli.bench.ROUND_S", 0.02)
+    found = call("bench", "my_model:model", "--input", "4x64", "-d", "cpu:0", "--rounds", "1", "--json").json
+    assert found["evaluations"] >= 4
+
+
+@LOOPS
+def test_bench_leaves_out_what_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> Any:
+        def body() -> None:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+        return body
+
+    monkeypatch.setattr("aiopipe.cli.bench.on_one_device", full)
+    monkeypatch.setattr("aiopipe.cli.bench.hand_written", lambda *args: None)
+    argv = ("bench", "my_model:model", "--input", "4x64", "-d", "cpu:0,cpu:1", *QUICK)
+    found = call(*argv, "--json").json
+    assert (found["runs"]["jit"], found["runs"]["loop"], found["max_abs_diff"]) == (None, None, None)
+    assert "no room" in call(*argv).out
+
+
+def test_differences_of_results() -> None:
+    assert _difference([np.array([1, 2])], [np.array([1, 4])]) == 2.0
+    assert _difference(np.array([1j]), np.array([1.0])) == pytest.approx(2**0.5)
+    assert _difference(np.array([np.nan, 1.0]), np.array([1.0, 1.0])) is None
+    assert _difference([np.array([np.nan, np.inf])], [np.array([np.nan, np.inf])]) == 0.0
+    assert _difference(jax.random.key(0), jax.random.key(0)) is None
+    assert _difference(np.zeros((0,)), np.zeros((0,))) == 0.0
+
+
+def test_numbers_for_people() -> None:
+    said = [seconds_text(s) for s in (0, 2.5e-9, 12.345e-6, 0.5, 120)]
+    assert said == ["0 s", "2.50 ns", "12.3 µs", "500 ms", "120 s"]
+    assert [number(n) for n in (float("inf"), 0.125, 12345)] == ["?", "0.125", "12,345"]

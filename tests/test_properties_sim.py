@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster
+from happens_before import HappensBefore
 from plays import ACTS
 from simgraphs import array, captures_logged, check_happens_before, settled
 from simplay import Play, flat
@@ -80,6 +81,7 @@ def test_whatever_is_submitted_cancelled_and_goes_wrong(
     specs: list[GraphSpec], n_devices: int, n_copies: int, n_states: int, latency_s: float, planned: bool, acts: Any
 ) -> None:
     bad.clear()
+    known = HappensBefore()
 
     async def main() -> None:
         graphs = [build(spec) for spec in specs]
@@ -88,12 +90,14 @@ def test_whatever_is_submitted_cancelled_and_goes_wrong(
             for graph, spec in zip(graphs, specs, strict=True):
                 sched.set_cut(graph, [c % n_devices for c in spec.cut])
             play = Play(cluster, sched, graphs, n_states)
+            known.watch(*sched.backends)
             for state in play.states if planned else ():
                 await sched.alloc_graph(graphs[0], state=state)
             await play.run(acts)
             await sched.synchronize()
             settled(sched)
             play.check()
+        known.check()
 
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), known.watching():
         asyncio.run(main())

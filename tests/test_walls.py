@@ -19,13 +19,14 @@ FOLDER = Path(__file__).resolve().parent.parent / PACKAGE
 # Lowest first. A file imports only from rows above its own. A package's own `__init__` goes by the package's name.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "devices", "sched", "_jax_settings"),
+    ("_fork",),
     ("_loops",),
     ("_threads", "sync"),
     ("graph", "events", "comparison", "handle", "lanes", "batching", "spans"),
     ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types", "batch_tally", "notes"),
     ("progress_text", "timeline_draw", "timeline_file"),
     ("timeline_plot", "progress_table"),
-    ("_jax_move", "_jax_nans"),
+    ("_jax_move", "_jax_nans", "executable"),
     ("_arguments", "buffer", "graph_plan", "_jax"),
     ("_jaxpr", "_jax_compile", "_specs", "fetch", "tensor_range"),
     ("_jax_cost", "_jax_export", "_jax_lift", "sched.assign_check", "_jax_memory", "tensor_moves", "batch_request"),

@@ -137,15 +137,17 @@ def _warmed_up(bodies: dict[str, Callable[[], Any] | None], want: Any) -> float 
 
 
 def _difference(got: Any, want: Any) -> float | None:
-    """The largest difference of two trees of arrays; None where no number says it (keys, NaN)."""
-    largest = 0.0
+    """The largest difference of two trees of arrays; None where no number says it (keys, or NaN in one of them)."""
+    differences = [0.0]
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         if jax.numpy.issubdtype(a.dtype, jax.dtypes.extended):
             return None
-        x, y = np.asarray(a), np.asarray(b)
+        x, y = np.ravel(np.asarray(a)), np.ravel(np.asarray(b))
         wide = np.complex128 if np.iscomplexobj(x) else np.float64
-        if x.size:
-            largest = max(largest, float(np.abs(x.astype(wide) - y.astype(wide)).max()))
+        other = ~((x == y) | ((x != x) & (y != y)))  # infinities have no difference, nor have NaNs
+        if other.any():
+            differences.append(float(np.abs(x[other].astype(wide) - y[other].astype(wide)).max()))
+    largest = float(np.max(differences))  # of NaN and a number, NaN
     return largest if np.isfinite(largest) else None
 
 

@@ -221,7 +221,7 @@ class RemoteBackend(Backend):
         try:
             await super().synchronize()
         finally:
-            if not self.closed:
+            if not (self.closed or self.origin.forked):
                 newest = tuple(self.newest.values())
                 await in_thread(lambda: self._wait(newest), "synchronize")
 

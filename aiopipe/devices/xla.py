@@ -14,10 +14,11 @@ import jax
 import numpy as np
 
 from .. import _jax, _jax_compile, _jax_memory, _jax_types, _threads
+from .._fork import ADVICE, in_child
 from .._threads import in_thread
 from ..backend import Backend, Dispatch, Executable, Lane, ThreadLane
 from ..devices.base import BufferType, Device, DeviceProps, DeviceType, Program
-from ..errors import BackendClosedError, PlacementError
+from ..errors import BackendClosedError, ForkedError, PlacementError
 from ..graph import Node, Tensor
 from ..handle import Handle
 from ..tensor_range import Range
@@ -131,12 +132,33 @@ def open_xla(platform: str) -> Callable[..., Backend]:
     return factory
 
 
+_left_behind = False
+"""Whether JAX had opened its devices in a process that this one was forked from."""
+
+
+def _leave_behind() -> None:
+    global _left_behind
+    _left_behind = _left_behind or _jax.has_started()
+
+
+in_child(_leave_behind)
+
+
 class XlaBackend(Backend):
-    """A `jax.Device` as an actor."""
+    """A `jax.Device` as an actor.
+
+    Raises:
+        ForkedError: JAX had its devices open in a process that this one was forked from: they do not work here.
+    """
 
     device: XlaDevice
 
     def __init__(self, device: XlaDevice, *, dispatch: Dispatch = "auto") -> None:
+        if _left_behind:
+            raise ForkedError(
+                f"{device.name!r} cannot be opened: JAX used its devices before this process was forked, and its "
+                f"threads are in the parent only; {ADVICE}"
+            )
         super().__init__(device.name, device, dispatch=dispatch)
         self.jax_device = device.jax_device
         self._sharding = _jax.sharding_of(device.jax_device)
@@ -306,7 +328,7 @@ class XlaBackend(Backend):
         try:
             await super().synchronize()
         finally:
-            if not self.closed:
+            if not (self.closed or self.origin.forked):
                 done = _threads.Event()
                 self.notify(tuple(self.newest.values()), lambda _: done.set())
                 await in_thread(done.wait, "synchronize")
