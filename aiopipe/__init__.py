@@ -38,6 +38,7 @@ from .handle import Handle
 from .observe import EvalCallback
 from .pipeline import Pipeline
 from .placement import place
+from .progress import Progress
 from .registry import devices, open_backend, open_backends, register_backend, registered_backends
 from .sched.plan import Plan
 from .sched.scheduler import Scheduler
@@ -86,6 +87,7 @@ __all__ = [
     "Pipeline",
     "PlacementError",
     "Plan",
+    "Progress",
     "Reading",
     "ReplanError",
     "Scheduler",

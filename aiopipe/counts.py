@@ -37,6 +37,5 @@ def statistics_of(runner: Runner, plans: Plans, loader: Loader, timeline: Timeli
         replanned=plans.n_replanned,
         compiled=loader.n_compiled,
         copied_weights_nbytes=loader.copied_weights_nbytes,
-        busy=timeline.utilization() if timeline else {},
-        busy_s=timeline.busy_s() if timeline else {},
+        timeline=timeline.frozen() if timeline else None,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,20 @@ from typing import Any
 from .backend import Backend, Told
 from .completion import Post
 from .loader import Loaded
-from .notes import ADMITTED, CAPTURED, COPIED, ENDED, EVALUATED, LAUNCHED, QUICK, RAN, Note, PlanInfo, SplitInfo
-from .notes import spans_of as spans_of_notes
+from .notes import (
+    ADMITTED,
+    CAPTURED,
+    COPIED,
+    ENDED,
+    EVALUATED,
+    LAUNCHED,
+    QUICK,
+    RAN,
+    Note,
+    PlanInfo,
+    SplitInfo,
+    spans_of,
+)
 from .run import Run
 from .sched.launch import BoundSplit
 from .sched.split import HOST
@@ -113,14 +125,13 @@ class Recorder:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def spans(self, last: int | None = None) -> list[Span]:
-        """Spans of the evaluations that are gone, ordered by their begin.
+    def spans(self) -> list[Span]:
+        """Spans of the evaluations that are gone, ordered by their begin."""
+        return spans_of(*self.noted())
 
-        Args:
-            last: look at no more than so many of the newest notes.
-        """
-        notes = list(self._log.copy())
-        return spans_of_notes(notes if last is None else notes[-last:], self._plans)
+    def noted(self) -> tuple[list[Note], Mapping[int, PlanInfo]]:
+        """What has been noted so far, the oldest first, and the plans that it is of."""
+        return list(self._log.copy()), self._plans
 
     def clear(self) -> None:
         """Forget what has been noted so far."""

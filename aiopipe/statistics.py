@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+
+from .timeline import Timeline
 
 __all__ = ["Statistics"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Statistics:
     """What a scheduler has done so far.
 
@@ -23,9 +25,7 @@ class Statistics:
             are another graph: they are planned, not planned again.)
         compiled: executables that were compiled.
         copied_weights_nbytes: bytes of weights that were copied to a backend when a plan was made.
-        busy: backend name -> share of time busy, from the first launch to the last end that the timeline
-            still has (needs ``timeline=True``).
-        busy_s: the same in seconds.
+        timeline: what ran where, up to then (needs ``timeline=True``).
     """
 
     submitted: int
@@ -42,5 +42,17 @@ class Statistics:
     replanned: int
     compiled: int
     copied_weights_nbytes: int
-    busy: Mapping[str, float] = field(default_factory=dict)
-    busy_s: Mapping[str, float] = field(default_factory=dict)
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def busy(self) -> dict[str, float]:
+        """Backend -> share of the time in which it computed, from the first launch to the last end.
+
+        Of what the timeline still had; without one, nothing. Worked out when it is first looked at.
+        """
+        return {} if self.timeline is None else self.timeline.utilization()
+
+    @cached_property
+    def busy_s(self) -> dict[str, float]:
+        """The same in seconds."""
+        return {} if self.timeline is None else self.timeline.busy_s()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from .errors import AiopipeError
+from .notes import spans_of
 from .recorder import Recorder
 from .spans import Overlap, Span, Window, busy_seconds, check_window, overlap_of, utilization_of
 from .timeline_draw import closeup, svg_of, text_of
@@ -39,7 +42,7 @@ class Timeline:
         fixed = tuple(spans)
         self.backends = tuple(backends)
         self._window = window
-        self._read: Callable[[int | None], Sequence[Span]] = lambda _: fixed
+        self._read: Callable[[], Sequence[Span]] = lambda: fixed
         self._recorder: Recorder | None = None
 
     @classmethod
@@ -53,7 +56,7 @@ class Timeline:
     @property
     def spans(self) -> tuple[Span, ...]:
         """Everything, ordered by when it began; of a scheduler, of evaluations that have ended."""
-        return tuple(self._read(None))
+        return tuple(self._read())
 
     def utilization(self, window: Window | None = None) -> dict[str, float]:
         """For each backend the share of a window in which it computed.
@@ -86,16 +89,31 @@ class Timeline:
         if self._recorder is None:
             raise AiopipeError("this timeline has ended: use `utilization(window)`")
         now = self._recorder.clock()
-        spans = [span for span in self._read(RECENT_NOTES) if span.end_s > now - seconds]
-        begin = max(now - seconds, min((span.begin_s for span in spans), default=now))
+        notes, plans = self._recorder.noted()
+        spans = [span for span in spans_of(notes[-RECENT_NOTES:], plans) if span.end_s > now - seconds]
+        begin = now - seconds
+        if len(notes) > RECENT_NOTES:
+            begin = max(begin, min((span.begin_s for span in spans), default=begin))
         return Timeline(spans, self.backends, window=(begin, now))
+
+    def now(self) -> float:
+        """The time of its clock, in seconds; of one that has ended, when that was."""
+        return self._check(None, self.spans)[1] if self._recorder is None else self._recorder.clock()
+
+    def frozen(self) -> Timeline:
+        """This timeline as it is now, which stays so. Quick: what it shows is worked out when somebody looks."""
+        if self._recorder is None:
+            return self
+        timeline = Timeline((), self.backends, window=self._window)
+        timeline._read = functools.cache(partial(spans_of, *self._recorder.noted()))
+        return timeline
 
     def clear(self) -> None:
         """Forget what has been (after warming up, say)."""
         if self._recorder is not None:
             self._recorder.clear()
         else:
-            self._read = lambda _: ()
+            self._read = lambda: ()
 
     def save(self, path: str | Path) -> None:
         """Write a file that https://ui.perfetto.dev and ``chrome://tracing`` open; ``.gz`` at its end compresses it."""

@@ -8,7 +8,7 @@ from html import escape
 
 from .spans import HOST_TRACK, Span, Window, counts, extent, overlap_of, utilization_of
 
-__all__ = ["COLOURS", "closeup", "seconds_text", "svg_of", "text_of"]
+__all__ = ["COLOURS", "closeup", "host_is_seen", "seconds_text", "svg_of", "text_of"]
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f")
 """Consecutive evaluations are told apart by these."""
@@ -42,6 +42,13 @@ def closeup(spans: Sequence[Span], evaluations: int = CLOSEUP) -> Window:
     if not begins:
         return extent(spans)
     return sorted(begins.values())[-evaluations:][0], last
+
+
+def host_is_seen(spans: Sequence[Span], window: Window) -> bool:
+    """Whether something that no device does takes long enough in a window to be seen in a picture of it."""
+    begin, end = window
+    parts = (min(end, s.end_s) - max(begin, s.begin_s) for s in spans if s.backend == HOST_TRACK)
+    return any(part > (end - begin) / 400 for part in parts)
 
 
 def text_of(spans: Sequence[Span], backends: Sequence[str], window: Window) -> str:
@@ -120,7 +127,7 @@ def svg_of(spans: Sequence[Span], backends: Sequence[str], window: Window, busy:
     """
     begin, end = window
     scale = (_SVG_WIDTH - _LEFT - _RIGHT) / ((end - begin) or 1.0)
-    lanes = [*([HOST_TRACK] if any(s.backend == HOST_TRACK for s in spans) else []), *backends]
+    lanes = [*([HOST_TRACK] if host_is_seen(spans, window) else []), *backends]
     pitch = _LANE + _THIN + _GAP
     top = {name: 8 + i * pitch for i, name in enumerate(lanes)}
     bottom = 8 + len(lanes) * pitch

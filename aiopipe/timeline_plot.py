@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from .spans import HOST_TRACK, Span, Window, overlap_of, utilization_of
-from .timeline_draw import CAPTURE, COLOURS, WAIT, seconds_text, tick_step
+from .timeline_draw import CAPTURE, COLOURS, WAIT, host_is_seen, seconds_text, tick_step
 
 __all__ = ["plot"]
 
@@ -31,7 +31,7 @@ def plot(spans: Sequence[Span], backends: Sequence[str], window: Window, busy: W
     """
     begin, end = window
     shown = [s for s in spans if s.end_s >= begin and s.begin_s <= end]
-    lanes = [*backends, *([HOST_TRACK] if any(s.backend == HOST_TRACK for s in shown) else [])]
+    lanes = [*backends, *([HOST_TRACK] if host_is_seen(shown, window) else [])]
     figure = Figure(figsize=(13, 1.5 + 0.62 * len(lanes)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -49,7 +49,7 @@ def plot(spans: Sequence[Span], backends: Sequence[str], window: Window, busy: W
     if len(backends) > 1:
         title += f"; two or more at once for {overlap.share:.0%} of the busy time, {overlap.mean_busy:.2f} on average"
     axes.set_title(title, loc="left", fontsize=11)
-    kinds = {span.kind for span in shown}
+    kinds = {span.kind for span in shown if span.backend in lanes}
     legend = [Patch(facecolor=COLOURS[0], label="split, coloured and numbered by evaluation")]
     if not all(span.seen for span in shown):
         inferred = Patch(facecolor=COLOURS[0], alpha=0.65, hatch="////", edgecolor="white", label="its end is inferred")

@@ -76,8 +76,6 @@ async def search(options: Options) -> Report:
     import jax
     import numpy as np
     from minilm import model, report, text
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     import aiopipe as ap
 
@@ -98,7 +96,6 @@ async def search(options: Options) -> Report:
     def embed(params: model.Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
         return model.embed(params, ids, mask, config)
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     async with ap.Pipeline(
         embed,
         params,
@@ -107,14 +104,14 @@ async def search(options: Options) -> Report:
         split=options.split,
         timeline=True,
     ) as pipe:
-        with Progress(*columns, console=Console(stderr=True)) as progress:
+        async with ap.Progress(pipe) as progress:
             # The first evaluation of each shape compiles it, on every device; the very first decides the split.
             shapes = {batch.ids.shape: (batch.ids, batch.mask) for batch in [*batches, probe]}
-            bar = progress.add_task(f"compiling {len(shapes)} shapes", total=len(shapes))
+            progress.begin("compiling for each shape", total=len(shapes))
             started = time.perf_counter()
             for ids, mask in shapes.values():
                 await pipe(ids, mask)
-                progress.advance(bar)
+                progress.advance()
             compile_s = time.perf_counter() - started
 
             embeddings = np.empty((len(passages), config.d_model), np.float32)
@@ -126,13 +123,13 @@ async def search(options: Options) -> Report:
                     in_flight.append(batch.rows)
                     yield batch.ids, batch.mask
 
-            bar = progress.add_task("embedding passages", total=len(passages))
+            progress.begin("embedding passages", total=len(passages))
             pipe.scheduler.reset_busy()  # the first evaluations waited for the compiler
             started = time.perf_counter()
             async for output in pipe.stream(feed()):
                 rows = in_flight.popleft()  # results come in the order of the batches
                 embeddings[rows] = output
-                progress.advance(bar, len(rows))
+                progress.advance(len(rows))
             stream_s = time.perf_counter() - started
             busy = dict(pipe.statistics().busy)
 

@@ -10,7 +10,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,10 +136,11 @@ def prompts_of(options: Options, tokenizer: Tokenizer) -> dict[str, list[int]]:
     return found | {q: tokenizer.chat([*system, {"role": "user", "content": q}]) for q in questions}
 
 
-async def write(stream: Stream, tokenizer: Tokenizer) -> str:
+async def write(stream: Stream, tokenizer: Tokenizer, on_token: Callable[[], None]) -> str:
     """Shows a text while it is written; returns it."""
     detokenizer, text = tokenizer.detokenizer(), ""
     async for token in stream:
+        on_token()
         piece = detokenizer.push(token)
         print(piece, end="", flush=True)
         text += piece
@@ -156,6 +158,8 @@ async def generate(options: Options) -> dict[str, Any]:
     from llama.generator import Generator
     from llama.gguf_file import read_file
 
+    import aiopipe as ap
+
     if n_cpus(options.devices):
         jax.config.update("jax_num_cpu_devices", n_cpus(options.devices))  # before JAX starts its CPU client
 
@@ -167,6 +171,7 @@ async def generate(options: Options) -> dict[str, Any]:
     prompts = prompts_of(options, tokenizer)
 
     began = time.perf_counter()
+    compiling = ap.Progress()
     rows = options.rows or min(8, -(-len(prompts) // len(options.devices)))
     async with Generator(
         config,
@@ -178,19 +183,26 @@ async def generate(options: Options) -> dict[str, Any]:
         n_copies=options.n_copies,
         split=options.split,
         timeline=True,
-        on_progress=progress,
+        on_progress=compiling.update,
     ) as generator:
-        await warm_up(generator, list(prompts.values()))
+        async with compiling:
+            compiling.begin("compiling")
+            await warm_up(generator, list(prompts.values()))
         ready_s = time.perf_counter() - began
         generator.scheduler.reset_busy()
         began = time.perf_counter()
         how = {"sampling": sampling_of(options), "max_tokens": options.max_tokens, "stop": tokenizer.stop_ids}
         streams = {text: generator.submit(ids, **how) for text, ids in prompts.items()}
         texts = {}
-        for text, stream in streams.items():
-            if len(streams) > 1:
-                print(f"\n> {text}")
-            texts[text] = await write(stream, tokenizer)
+        async with AsyncExitStack() as stack:
+            writing = ap.Progress(generator.scheduler)
+            if not sys.stdout.isatty():  # else the texts themselves show how far it is
+                await stack.enter_async_context(writing)
+            writing.begin("writing tokens")
+            for text, stream in streams.items():
+                if len(streams) > 1:
+                    print(f"\n> {text}")
+                texts[text] = await write(stream, tokenizer, writing.advance)
         wall_s = time.perf_counter() - began
         return report(options, generator, streams, texts, wall_s, ready_s)
 
@@ -253,12 +265,6 @@ def show(found: dict[str, Any]) -> None:
         busy = found["busy"].get(name)
         share = "" if busy is None else f", busy {busy:.0%}"
         print(f"{name}: {nbytes / 1e6:.0f} MB{share}", file=sys.stderr)
-
-
-def progress(done: int, total: int) -> None:
-    """Says that a step is being compiled, where somebody watches."""
-    if sys.stderr.isatty():
-        print(f"\rcompiling {done} of {total} ", end="\r" if done == total else "", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -118,6 +118,10 @@ async def test_it_keeps_the_newest() -> None:
         recent = sched.timeline.recent(5.0)
         assert {s.evaluation for s in recent.spans if s.kind == "compute"} == set(range(195, 200))
         assert recent.utilization() == {"sim:0": 1.0}
+        frozen, found = sched.timeline.frozen(), sched.statistics()
+        sched.timeline.clear()
+        assert not sched.timeline.spans and len(frozen.spans) == len(spans) and frozen.frozen() is frozen
+        assert found.busy == {"sim:0": 1.0} == frozen.utilization() and found.busy_s == frozen.busy_s()
         sched.reset_busy()
         assert not sched.timeline.spans and sched.statistics().busy == {"sim:0": 0.0}
 

@@ -24,8 +24,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("_threads", "sync"),
     ("graph", "events", "comparison", "handle", "lanes", "batching", "spans"),
     ("graph_builder", "devices.base", "evaluation", "queue", "_jax_source", "_jax_types", "batch_tally", "notes"),
-    ("statistics", "timeline_draw", "timeline_file"),
-    ("timeline_plot",),
+    ("progress_text", "timeline_draw", "timeline_file"),
+    ("timeline_plot", "progress_table"),
     ("_jax_move", "_jax_nans", "executable"),
     ("_arguments", "buffer", "graph_plan", "_jax"),
     ("_jaxpr", "_jax_compile", "_specs", "fetch", "tensor_range"),
@@ -38,7 +38,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("devices.remote", "sched.split"),
     ("devices.ray", "sched.alloc", "sched.lower"),
     ("sched.plan_text",),
-    ("sched.plan_dot",),
+    ("sched.plan_dot", "sched.plan_html"),
     ("devices.sim", "sched.plan", "sched.stimuli"),
     ("sched.launch", "sched.state", "staging"),
     ("loader",),
@@ -46,6 +46,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("run",),
     ("recorder",),
     ("observe", "timeline", "watcher"),
+    ("statistics",),
+    ("progress",),
     ("runner", "by_hand"),
     ("plans",),
     ("states", "closing", "counts"),
@@ -75,7 +77,8 @@ TRACING = frozenset(
     "_jax_source _jax_types _jaxpr _specs trace".split()
 )
 PURE = TRACING | set(
-    "errors graph graph_builder devices.base batching batch_tally notes spans timeline_draw timeline_file".split()
+    "errors graph graph_builder devices.base batching batch_tally notes progress_text spans timeline_draw "
+    "timeline_file".split()
 )
 SCHEDULING = tuple(
     "sched by_hand closing completion counts lane_pool loader observe plans ready recorder run runner staging states "
@@ -100,6 +103,7 @@ CORE_DEPENDENCIES = frozenset({"anyio", "jax", "jaxlib", "ml_dtypes", "numpy"})
 EXTRAS = {
     "cli": frozenset({"rich", "typer"}),
     "devices.ray": frozenset({"ray"}),
+    "progress_table": frozenset({"rich"}),
     "timeline_plot": frozenset({"matplotlib"}),
 }
 """What a file, or all files of a package, may import besides."""

@@ -19,6 +19,7 @@ from .alloc import BackendSize, backend_sizes, donations, marker_of
 from .assign import Assignment, assign
 from .lower import lower
 from .plan_dot import plan_dot
+from .plan_html import plan_html
 from .plan_text import Detail, plan_text
 from .split import HOST, Split, last_uses, split_graph
 
@@ -176,6 +177,9 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
 
 
 def make_plan(

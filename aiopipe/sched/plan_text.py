@@ -12,7 +12,7 @@ from .alloc import BackendSize
 from .assign import Assignment
 from .split import HOST, Split
 
-__all__ = ["Detail", "Planned", "bytes_text", "plan_text"]
+__all__ = ["Detail", "Planned", "bytes_text", "plan_text", "split_rows"]
 
 Detail = Literal[0, 1, 2]
 
@@ -83,8 +83,18 @@ def _summary(plan: Planned) -> str:
 
 def _table(plan: Planned) -> Iterator[str]:
     """Splits, backends, nodes, inputs, bytes moved, causes; then bytes for each backend."""
+    yield f"plan of {plan.graph.name!r}: {len(plan.graph.nodes)} nodes, {len(plan.splits)} splits"
+    yield from _aligned(split_rows(plan))
+    for device, size in zip(plan.devices, plan.sizes, strict=True):
+        temp = f", temporaries {bytes_text(size.temp_nbytes)}" if size.temp_nbytes else ""
+        weights, copy = bytes_text(size.weights_nbytes), bytes_text(size.copy_nbytes)
+        yield f"{device.name}: weights {weights}, each copy {copy}{temp}"
+
+
+def split_rows(plan: Planned) -> list[tuple[str, ...]]:
+    """A table of the splits, its head first."""
     graph, tensors = plan.graph, plan.graph.tensors
-    rows = [("split", "backend", "nodes", "from", "inputs", "moved", "weights", "causes")]
+    rows: list[tuple[str, ...]] = [("split", "backend", "nodes", "from", "inputs", "moved", "weights", "causes")]
     for split in plan.splits:
         causes: dict[str, int] = {}
         for i in split.nodes:
@@ -103,12 +113,7 @@ def _table(plan: Planned) -> Iterator[str]:
                 " ".join(f"{cause}:{n}" for cause, n in sorted(causes.items(), key=lambda item: -item[1])),
             )
         )
-    yield f"plan of {graph.name!r}: {len(graph.nodes)} nodes, {len(plan.splits)} splits"
-    yield from _aligned(rows)
-    for device, size in zip(plan.devices, plan.sizes, strict=True):
-        temp = f", temporaries {bytes_text(size.temp_nbytes)}" if size.temp_nbytes else ""
-        weights, copy = bytes_text(size.weights_nbytes), bytes_text(size.copy_nbytes)
-        yield f"{device.name}: weights {weights}, each copy {copy}{temp}"
+    return rows
 
 
 def _leaves(plan: Planned) -> Iterator[str]:

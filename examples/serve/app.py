@@ -33,6 +33,9 @@ STATIC = Path(__file__).parent / "static"
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/health", "/metrics", "/live", "/")
 """What requests are counted under; everything else is "other", whatever clients may ask for."""
 
+BUSY_S = 10.0
+"""How far back `/metrics` looks at the devices."""
+
 SAFE = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -149,8 +152,8 @@ class Service:
             texts = {"writing": found.writing, "waiting": found.waiting}
             yield Value("aiopipe_texts", "Texts, by what they do.", "gauge", texts, "state")
             yield Value("aiopipe_decode_steps", "Steps of all rows.", "counter", {"": found.decode_steps})
-            busy = found.scheduler.busy_s
-            yield Value("aiopipe_busy_seconds", "How long each device wrote texts.", "counter", busy, "device")
+            busy = self.texts.generator.scheduler.timeline.recent(BUSY_S).utilization()
+            yield Value("aiopipe_busy", "Share of ten seconds in which it wrote texts.", "gauge", busy, "device")
         if self.embeddings is not None:
             batches = self.embeddings.batcher.statistics()
             yield Value("aiopipe_embeddings_waiting", "Texts that wait to be embedded.", "gauge", {"": batches.waiting})

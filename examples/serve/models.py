@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from minilm.text import load_tokenizer
 
 import aiopipe as ap
 
-__all__ = ["LENGTHS", "Models", "Progress", "Sizes", "open_embeddings", "open_generator"]
+__all__ = ["LENGTHS", "Models", "Sizes", "open_embeddings", "open_generator"]
 
 LENGTHS = (16, 48, 128, 256)
 """Tokens that texts to embed are padded to; MiniLM was trained with 256 at most."""
@@ -69,22 +68,6 @@ class Models:
     max_input: int = 0
 
 
-class Progress:
-    """Tells whoever watches the command what is being made ready, in one line for each thing."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._shown = False
-
-    def __call__(self, done: int, total: int) -> None:
-        """So much of it is done."""
-        if sys.stderr.isatty():
-            print(f"\r{self._what} {done}/{total} ", end="\n" if done == total else "", file=sys.stderr, flush=True)
-        elif not self._shown or done == total:
-            self._shown = True
-            print(f"{self._what} {done}/{total}", file=sys.stderr, flush=True)
-
-
 @asynccontextmanager
 async def open_generator(
     path: Path | None, backends: Sequence[ap.Backend], sizes: Sizes, split: Any = "auto"
@@ -117,7 +100,9 @@ async def open_generator(
     )
     async with generator:
         del params  # they are on the devices
-        await generator.prepare(on_progress=Progress("compiling the language model"))
+        async with ap.Progress() as progress:
+            progress.begin("compiling the language model")
+            await generator.prepare(on_progress=progress.update)
         yield generator, tokenizer
 
 
@@ -153,7 +138,9 @@ async def open_embeddings(
             like=(ids, ids),
         ) as batcher,
     ):
-        await batcher.prepare(Progress("compiling the sentence encoder"))
+        async with ap.Progress() as progress:
+            progress.begin("compiling the sentence encoder")
+            await batcher.prepare(progress.update)
         yield Models(
             pipe=pipe,
             batcher=batcher,
