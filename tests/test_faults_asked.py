@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -23,15 +24,23 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return broken
 
 
+@asynccontextmanager
+async def one_after_the_other() -> AsyncIterator[tuple[ap.Scheduler, ap.Graph, list[Later]]]:
+    """Two splits on two backends; in the end everything is settled."""
+    backends, graph = [Later(0), Later(1)], chain(2)
+    async with ap.Scheduler([*backends, "cpu:0"]) as sched:
+        sched.set_cut(graph, [0, 1])
+        await sched.plan(graph)
+        yield sched, graph, backends
+        await sched.synchronize()
+        settled(sched)
+
+
 @pytest.mark.parametrize("error", CANNOT_SAY)
 async def test_a_backend_that_cannot_say_whether_it_failed_is_to_blame_for_what_could_not_be_launched_after_it(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backends = [Later(0), Later(1)]
-    graph = chain(2)
-    async with ap.Scheduler([*backends, "cpu:0"]) as sched:
-        sched.set_cut(graph, [0, 1])
-        await sched.plan(graph)
+    async with one_after_the_other() as (sched, graph, backends):
         backends[1].fails = RuntimeError("no launch")
         monkeypatch.setattr(backends[0], "all_ready", raising(error("cannot say")))
         evaluation = await sched.graph_compute_async(graph, array(1))
@@ -40,18 +49,12 @@ async def test_a_backend_that_cannot_say_whether_it_failed_is_to_blame_for_what_
         assert type(caught.value.__cause__) is error
         monkeypatch.undo()
         assert_equal((await sched.graph_compute(graph, array(2))).array, unsplit(graph, array(2)))
-        await sched.synchronize()
-        settled(sched)
 
 
 @pytest.mark.parametrize("ready", [True, False])
 async def test_what_could_not_be_launched_after_a_split_that_failed_is_that_splits_fault(ready: bool) -> None:
     """As far as it is known by then: nobody waits for a device to say so."""
-    backends = [Later(0), Later(1)]
-    graph = chain(2)
-    async with ap.Scheduler([*backends, "cpu:0"]) as sched:
-        sched.set_cut(graph, [0, 1])
-        await sched.plan(graph)
+    async with one_after_the_other() as (sched, graph, backends):
         backends[0].fails_later, backends[0].hangs = ValueError("earlier"), not ready
         backends[1].fails = RuntimeError("no launch")
         evaluation = await sched.graph_compute_async(graph, array(1))
@@ -60,19 +63,13 @@ async def test_what_could_not_be_launched_after_a_split_that_failed_is_that_spli
             await evaluation
         backends[0].let_go()
         assert_equal((await sched.graph_compute(graph, array(2))).array, unsplit(graph, array(2)))
-        await sched.synchronize()
-        settled(sched)
 
 
 @pytest.mark.parametrize("error", CANNOT_SAY)
 async def test_a_backend_that_cannot_say_which_split_failed_ends_the_evaluation_all_the_same(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backends = [Later(0), Later(1)]
-    graph = chain(2)
-    async with ap.Scheduler([*backends, "cpu:0"]) as sched:
-        sched.set_cut(graph, [0, 1])
-        await sched.plan(graph)
+    async with one_after_the_other() as (sched, graph, backends):
         backends[1].hangs, backends[1].fails_later = True, RuntimeError("later")
         evaluation = await sched.graph_compute_async(graph, array(1))
         monkeypatch.setattr(backends[0], "error_of", raising(error("cannot say")))
@@ -82,16 +79,10 @@ async def test_a_backend_that_cannot_say_which_split_failed_ends_the_evaluation_
         assert type(caught.value.__cause__) is error
         monkeypatch.undo()
         assert_equal((await sched.graph_compute(graph, array(2))).array, unsplit(graph, array(2)))
-        await sched.synchronize()
-        settled(sched)
 
 
 async def test_the_first_split_that_failed_is_to_blame_also_where_its_device_says_so_last() -> None:
-    backends = [Later(0), Later(1)]
-    graph = chain(2)
-    async with ap.Scheduler([*backends, "cpu:0"]) as sched:
-        sched.set_cut(graph, [0, 1])
-        await sched.plan(graph)
+    async with one_after_the_other() as (sched, graph, backends):
         for backend, name in zip(backends, ("first", "second"), strict=True):
             backend.hangs, backend.fails_later = True, ValueError(name)
         evaluation = await sched.graph_compute_async(graph, array(1))
@@ -100,18 +91,12 @@ async def test_the_first_split_that_failed_is_to_blame_also_where_its_device_say
         backends[0].let_go()
         with pytest.raises(ap.EvaluationError, match=r"split 0 on 'later:0'.*first"):
             await evaluation
-        await sched.synchronize()
-        settled(sched)
 
 
 async def test_an_overdue_evaluation_is_said_to_hang_where_nobody_can_say_that_it_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    backends = [Later(0), Later(1)]
-    graph = chain(2)
-    async with ap.Scheduler([*backends, "cpu:0"]) as sched:
-        sched.set_cut(graph, [0, 1])
-        await sched.plan(graph)
+    async with one_after_the_other() as (sched, graph, backends):
         backends[1].hangs = True
         evaluation = await sched.graph_compute_async(graph, array(1), deadline=1e-3)
         monkeypatch.setattr(backends[0], "all_ready", raising(ValueError("cannot say")))
@@ -119,8 +104,6 @@ async def test_an_overdue_evaluation_is_said_to_hang_where_nobody_can_say_that_i
             await evaluation
         monkeypatch.undo()
         backends[1].let_go()
-        await sched.synchronize()
-        settled(sched)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

@@ -154,17 +154,21 @@ async def test_a_queue_goes_on_behind_what_raised(
         assert_equal((await backend.graph_compute(graph, array(3))).array, unsplit(graph, array(3)))
 
 
+def queue_behind(first: Later, second: Later, graph: ap.Graph) -> tuple[Any, ap.Event, Any]:
+    """Work on the first backend, the event behind it, and work on the second that waits for that."""
+    work, event = first.graph_compute_async(graph, array(1)), first.event_new()
+    first.event_record(event)
+    assert event is not None
+    second.event_wait(event)
+    return work, event, second.graph_compute_async(graph, array(2))
+
+
 async def test_what_waits_for_an_event_that_failed_does_not_run() -> None:
     graph = chain(1)
     async with Later(0) as first, Later(1) as second:
         await first.graph_compute(graph, array(0))
         first.fails_later = OSError("by the device")
-        failed = first.graph_compute_async(graph, array(1))
-        event = first.event_new()
-        first.event_record(event)
-        assert event is not None
-        second.event_wait(event)
-        waits = second.graph_compute_async(graph, array(2))
+        failed, event, waits = queue_behind(first, second, graph)
         for one in (failed, waits):
             with pytest.raises(ap.EvaluationError, match="by the device"):
                 await one
@@ -179,12 +183,7 @@ async def test_an_event_of_a_device_that_hangs_holds_up_nobody_else() -> None:
     graph = chain(1)
     async with Later(0) as first, Later(1) as second:
         first.hangs = True
-        hung = first.graph_compute_async(graph, array(1))
-        event = first.event_new()
-        first.event_record(event)
-        assert event is not None
-        second.event_wait(event)
-        waits = second.graph_compute_async(graph, array(2))
+        hung, event, waits = queue_behind(first, second, graph)
         for awaitable in (hung, event, waits):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.01):
