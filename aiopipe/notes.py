@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .spans import HOST_TRACK, Span
+from .spans import HOST_TRACK, Span, in_order
 
 __all__ = [
     "ADMITTED",
@@ -170,8 +170,7 @@ def spans_of(notes: Iterable[Note], plans: Mapping[int, PlanInfo]) -> list[Span]
     for note in (*told[RAN], *told[COPIED]):
         if note[1] in whole:
             spans.append(_known(note, plans[note[2]], whole[note[1]][3]))
-    spans.sort(key=lambda span: (span.begin_s, span.evaluation, span.split, span.end_s))
-    return spans
+    return in_order(spans)
 
 
 # What is known ------------------------------------------------------------------------------------

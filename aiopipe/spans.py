@@ -8,7 +8,20 @@ from typing import Literal, NamedTuple
 
 from .errors import AiopipeError
 
-__all__ = ["HOST_TRACK", "Kind", "Overlap", "Span", "Window", "busy_seconds", "extent", "overlap_of", "utilization_of"]
+__all__ = [
+    "HOST_TRACK",
+    "Kind",
+    "Overlap",
+    "Span",
+    "Window",
+    "busy_seconds",
+    "check_window",
+    "counts",
+    "extent",
+    "in_order",
+    "overlap_of",
+    "utilization_of",
+]
 
 Kind = Literal["compute", "copy", "capture", "wait"]
 
@@ -89,6 +102,11 @@ class Overlap:
         )
 
 
+def in_order(spans: Iterable[Span]) -> list[Span]:
+    """By their begin, as timelines have them."""
+    return sorted(spans, key=lambda span: (span.begin_s, span.evaluation, span.split, span.end_s))
+
+
 def extent(spans: Iterable[Span]) -> Window:
     """From the first begin to the last end; (0, 0) without spans."""
     found = list(spans)
@@ -97,10 +115,9 @@ def extent(spans: Iterable[Span]) -> Window:
 
 def busy_seconds(spans: Iterable[Span], backends: Iterable[str], window: Window) -> dict[str, float]:
     """Seconds within a window in which each backend computed; parts that overlap count once."""
-    edges: dict[str, list[Window]] = {name: [] for name in backends}
-    for name, begin, end in _computing(spans, window):
-        edges.setdefault(name, []).append((begin, end))
-    return {name: sum(end - begin for begin, end in _union(pieces)) for name, pieces in edges.items()}
+    pieces = _computing(spans, window)
+    names = dict.fromkeys((*backends, *pieces))
+    return {name: sum(end - begin for begin, end in _union(pieces.get(name, []))) for name in names}
 
 
 def utilization_of(spans: Iterable[Span], backends: Iterable[str], window: Window) -> dict[str, float]:
@@ -112,11 +129,8 @@ def utilization_of(spans: Iterable[Span], backends: Iterable[str], window: Windo
 
 def overlap_of(spans: Iterable[Span], window: Window) -> Overlap:
     """How much the backends computed at the same time within a window."""
-    by_backend: dict[str, list[Window]] = {}
-    for name, begin, end in _computing(spans, window):
-        by_backend.setdefault(name, []).append((begin, end))
     changes: list[tuple[float, int]] = []
-    for pieces in by_backend.values():
+    for pieces in _computing(spans, window).values():
         for begin, end in _union(pieces):
             changes += [(begin, 1), (end, -1)]
     changes.sort()
@@ -144,11 +158,14 @@ def check_window(window: Window | None, spans: Sequence[Span]) -> Window:
     return float(begin), float(end)
 
 
-def _computing(spans: Iterable[Span], window: Window) -> Iterator[tuple[str, float, float]]:
+def _computing(spans: Iterable[Span], window: Window) -> dict[str, list[Window]]:
+    """Backend -> from when to when it computed within a window."""
     low, high = window
+    found: dict[str, list[Window]] = {}
     for span in spans:
         if span.kind == "compute" and span.begin_s < high and span.end_s > low:
-            yield span.backend, max(low, span.begin_s), min(high, span.end_s)
+            found.setdefault(span.backend, []).append((max(low, span.begin_s), min(high, span.end_s)))
+    return found
 
 
 def _union(pieces: list[Window]) -> Iterator[Window]:

@@ -8,10 +8,22 @@ from html import escape
 
 from .spans import HOST_TRACK, Span, Window, counts, extent, overlap_of, utilization_of
 
-__all__ = ["COLOURS", "closeup", "host_is_seen", "seconds_text", "svg_of", "text_of"]
+__all__ = [
+    "CAPTURE",
+    "COLOURS",
+    "WAIT",
+    "closeup",
+    "colour_of",
+    "host_is_seen",
+    "is_thin",
+    "seconds_text",
+    "svg_of",
+    "text_of",
+    "tick_step",
+]
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f")
-"""Consecutive evaluations are told apart by these."""
+"""Consecutive evaluations, and the backends of a plan, are told apart by these."""
 
 CAPTURE, WAIT = "#7f7f7f", "#c7c7c7"
 
@@ -29,6 +41,16 @@ def seconds_text(seconds: float) -> str:
         if abs(value) >= 0.9995:
             return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:.3g} {unit}"
     return f"{seconds * 1e9:.0f} ns"
+
+
+def colour_of(span: Span) -> str:
+    """That of its evaluation, or of what the host does."""
+    return {"wait": WAIT, "capture": CAPTURE}.get(span.kind, COLOURS[span.evaluation % len(COLOURS)])
+
+
+def is_thin(span: Span) -> bool:
+    """Whether it is a bar under the blocks of its lane, at the same time as which it may be."""
+    return span.kind in ("copy", "wait")
 
 
 def closeup(spans: Sequence[Span], evaluations: int = CLOSEUP) -> Window:
@@ -149,9 +171,9 @@ def svg_of(spans: Sequence[Span], backends: Sequence[str], window: Window, busy:
 def _block(span: Span, begin: float, end: float, scale: float, top: float) -> str:
     left = _LEFT + (max(begin, span.begin_s) - begin) * scale
     width = max(0.6, (min(end, span.end_s) - max(begin, span.begin_s)) * scale)
-    thin = span.kind in ("copy", "wait")
+    thin = is_thin(span)
     y, height = (top + _LANE + 1, _THIN) if thin else (top, _LANE)
-    colour = {"wait": WAIT, "capture": CAPTURE}.get(span.kind, COLOURS[span.evaluation % len(COLOURS)])
+    colour = colour_of(span)
     where = f'x="{left:.2f}" y="{y:g}" width="{width:.2f}" height="{height}" rx="2"'
     look = f'fill="{colour}"' if span.seen else f'fill="{colour}" fill-opacity="0.7"'
     label = ""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from .errors import AiopipeError
-from .spans import HOST_TRACK, Kind, Span, extent
+from .spans import HOST_TRACK, Kind, Span, extent, in_order
 
 __all__ = ["from_trace", "pack", "to_trace"]
 
@@ -57,8 +57,7 @@ def from_trace(content: Any) -> tuple[list[Span], list[str]]:
             opened[event["id"]] = event
         elif phase == "e":
             spans.append(_span(opened.pop(event["id"]), "wait", begin, event["ts"]))
-    spans.sort(key=lambda span: (span.begin_s, span.evaluation, span.split, span.end_s))
-    return spans, [str(name) for name in about["backends"]]
+    return in_order(spans), [str(name) for name in about["backends"]]
 
 
 def pack(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:

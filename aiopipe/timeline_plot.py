@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from .spans import HOST_TRACK, Span, Window, overlap_of, utilization_of
-from .timeline_draw import CAPTURE, COLOURS, WAIT, host_is_seen, seconds_text, tick_step
+from .timeline_draw import CAPTURE, COLOURS, WAIT, colour_of, host_is_seen, is_thin, seconds_text, tick_step
 
 __all__ = ["plot"]
 
@@ -69,12 +69,11 @@ def _unit(length: float) -> tuple[float, str]:
 
 
 def _draw(axes: Axes, span: Span, lane: int, begin: float, scale: float, width: float) -> None:
-    thin = span.kind in ("copy", "wait")
+    thin = is_thin(span)
     left = max(0.0, (span.begin_s - begin) * scale)
     right = min(width, (span.end_s - begin) * scale)
     where = (left, lane + LANE + 0.03) if thin else (left, lane)
-    colour = {"wait": WAIT, "capture": CAPTURE}.get(span.kind, COLOURS[span.evaluation % len(COLOURS)])
-    look: dict[str, object] = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.6}
+    look: dict[str, object] = {"facecolor": colour_of(span), "edgecolor": "white", "linewidth": 0.6}
     if thin:
         look |= {"alpha": 0.75, "linewidth": 0.0}
     elif not span.seen:

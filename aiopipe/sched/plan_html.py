@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from ..timeline_draw import COLOURS
 from .plan_text import Planned, bytes_text, plan_text, split_rows
 
 __all__ = ["plan_html"]
-
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f")
-"""Backends are told apart by these."""
 
 MOST = 100
 """Rows of splits; a browser that is shown thousands of them is no help to anybody."""
