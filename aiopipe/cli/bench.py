@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from ..comparison import array_difference
 from ..devices.xla import XlaBackend
 from ..errors import says_no_room
 from ..pipeline import Pipeline
@@ -142,13 +144,11 @@ def _difference(got: Any, want: Any) -> float | None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         if jax.numpy.issubdtype(a.dtype, jax.dtypes.extended):
             return None
-        x, y = np.ravel(np.asarray(a)), np.ravel(np.asarray(b))
-        wide = np.complex128 if np.iscomplexobj(x) else np.float64
-        other = ~((x == y) | ((x != x) & (y != y)))  # infinities have no difference, nor have NaNs
-        if other.any():
-            differences.append(float(np.abs(x[other].astype(wide) - y[other].astype(wide)).max()))
-    largest = float(np.max(differences))  # of NaN and a number, NaN
-    return largest if np.isfinite(largest) else None
+        x, y = np.asarray(a), np.asarray(b)
+        both = np.result_type(x, y)
+        differences.append(array_difference(x.astype(both), y.astype(both))[0])
+    largest = max(differences)
+    return largest if math.isfinite(largest) else None
 
 
 async def _enough(runs: Mapping[str, Repeated]) -> int:
