@@ -128,8 +128,13 @@ def put(values: Sequence[Any], device: jax.Device) -> list[Any]:
 
 def put_one(x: Any, device: jax.Device) -> Any:
     """`put` of one value."""
-    moved = _put_one(x, sharding_of(device), device) if has_fast_put(device) else None
+    moved = _put_quickly(x, device)
     return put_public([x], device)[0] if moved is None else moved
+
+
+def _put_quickly(x: Any, device: jax.Device) -> Any:
+    """`_put_one`, where the device has it."""
+    return _put_one(x, sharding_of(device), device) if has_fast_put(device) else None
 
 
 class Mover:
@@ -162,22 +167,14 @@ class Mover:
         if known is not None and known[0] is aval and known[1] is source:
             return _batched_device_put(aval, self._sharding, [x], self._devices, True)
         with wide_context((x,)):
-            moved = put_one(x, self._device)
-        if x.dtype not in WIDE_DTYPES and self._is_quick(x, source):
+            moved = _put_quickly(x, self._device)
+            if moved is None:
+                return put_public([x], self._device)[0]
+        if source != self._sharding and x.dtype not in WIDE_DTYPES:
             if len(self._known) >= self._kept:
                 self._known.clear()
             self._known[id(aval)] = (aval, source)
         return moved
-
-    def _is_quick(self, x: Any, source: Any) -> bool:
-        """Whether `put_one` has moved it by the private path."""
-        return (
-            has_fast_put(self._device)
-            and type(source) is SingleDeviceSharding
-            and source.memory_kind == self._sharding.memory_kind
-            and source != self._sharding
-            and platform_of(x) == self._device.platform
-        )
 
 
 def show(array: np.ndarray[Any, Any], device: jax.Device) -> Any:

@@ -14,12 +14,6 @@ from typing import Any
 
 import jax
 
-_private: Any
-try:
-    from jax._src import config as _private  # where those are that JAX shows otherwise, such as `disable_jit`
-except ImportError:  # pragma: no cover - no supported version lacks it
-    _private = None
-
 __all__ = [
     "CONFIG_NAMES",
     "LEFT_OUT",
@@ -121,11 +115,8 @@ class _Read:
 
 def reader(name: str) -> Any:
     """Something whose ``value`` is that of a setting in this thread; reading it takes some 40 ns."""
-    for home in (jax, _private):
-        setting = getattr(home, name, None)
-        if hasattr(setting, "value"):
-            return setting
-    return _Read(name)
+    setting = getattr(jax, name, None)
+    return setting if hasattr(setting, "value") else _Read(name)
 
 
 _nans, _infs, _no_jit, _no_execution, _to_device, _between, _to_host = map(reader, _PLAIN)

@@ -59,6 +59,13 @@ class Run:
         self.events: list[Event] | None = None
         self.times: Any = None  # kept by a `Recorder`, if it notes this one
 
+    def end_capture(self) -> None:
+        """Its inputs are captured, or cannot be: whoever submits it goes on."""
+        self.captured = True
+        self.values = ()
+        if self.admitted is not None and not self.admitted.done():
+            self.admitted.set_result(None)
+
     def take_state(self) -> StateError | None:
         """Its turn has come on its state: take the arrays; or the reason why not."""
         state = self.state

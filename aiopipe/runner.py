@@ -126,12 +126,10 @@ class Runner:
         run = self._runs[evaluation.id] = Run(evaluation, loaded, values, state)
         if self._recorder is not None:
             self._recorder.submitted(run)
-        if state is not None or (observed and self.eval_callback is not None):
-            depends = self._to_observe(run) if observed and self.eval_callback is not None else loaded.depends
-            self._feed(Submit(evaluation.id, depends, None if state is None else id(state)))
-        else:
-            prompt = loaded.prompt and loaded.captures_inline(values)
-            self._feed(Submit(evaluation.id, loaded.depends, None, prompt))
+        observed = observed and self.eval_callback is not None
+        depends = self._to_observe(run) if observed else loaded.depends
+        prompt = loaded.prompt and state is None and not observed and loaded.captures_inline(values)
+        self._feed(Submit(evaluation.id, depends, None if state is None else id(state), prompt))
         if deadline is None:
             deadline = self.deadline
         if deadline is not None and deadline < math.inf and not evaluation._done:
@@ -235,10 +233,7 @@ class Runner:
     # -- instructions; each returns the answer, or None when it comes later ---------------------
 
     def _admit(self, instruction: Admit) -> Stimulus | None:
-        run = self._runs[instruction.evaluation]
-        run.evaluation.copy_id = instruction.copy_id
-        if self._recorder is not None and run.admitted is not None and run.times:  # somebody waits for it
-            self._recorder.admitted(run)
+        run = self._admitted(instruction)
         if run.loaded.captures_inline(run.values):
             return self._captured(run, of_the_evaluation(self._capture(run)))
 
@@ -252,16 +247,11 @@ class Runner:
         return None
 
     def _begin(self, instruction: Begin) -> Stimulus | None:
-        run = self._runs[instruction.evaluation]
-        run.evaluation.copy_id = instruction.copy_id
-        if self._recorder is not None and run.admitted is not None and run.times:
-            self._recorder.admitted(run)
+        run = self._admitted(instruction)
         error = self._capture(run)
         if error is not None:
             return self._captured(run, of_the_evaluation(error))
-        run.captured, run.values = True, ()
-        if run.admitted is not None and not run.admitted.done():
-            run.admitted.set_result(None)
+        run.end_capture()
         failed = self._launch_segment(run, 0)
         if failed is not None:
             of_the_evaluation(failed.__cause__)
@@ -269,6 +259,14 @@ class Runner:
         if run.events is not None:
             run.watch_splits(run.loaded.splits, self._post)
         return self._watcher.watch(run)
+
+    def _admitted(self, instruction: Admit | Begin) -> Run:
+        """The evaluation that has a slot now."""
+        run = self._runs[instruction.evaluation]
+        run.evaluation.copy_id = instruction.copy_id
+        if self._recorder is not None and run.admitted is not None and run.times:  # somebody waits for it
+            self._recorder.admitted(run)
+        return run
 
     @staticmethod
     def _capture(run: Run) -> BaseException | None:
@@ -280,10 +278,7 @@ class Runner:
 
     @staticmethod
     def _captured(run: Run, error: BaseException | None) -> Stimulus:
-        run.captured = True
-        run.values = ()
-        if run.admitted is not None and not run.admitted.done():
-            run.admitted.set_result(None)
+        run.end_capture()
         if error is not None:
             return Failed(run.evaluation.id, -1, error)
         return Captured(run.evaluation.id)

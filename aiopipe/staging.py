@@ -65,7 +65,6 @@ class Staging:
         self._host_backends, self._alone = _readers(plan, backends)
         self.returned = tuple(dict.fromkeys(slot for kind, slot in plan.results if kind == "input"))
         self._nbytes = [plan.graph.inputs[i].nbytes for i in plan.used_inputs]
-        self._is_small = sum(self._nbytes) <= INLINE_CAPTURE_NBYTES and not self.returned
 
     def _new_buffer(self, slot: int) -> tuple[Any, Any]:
         """A buffer for an input, and what stands for it: what its only reader shows, for others might keep that."""
@@ -79,17 +78,11 @@ class Staging:
 
     def captures_inline(self, values: Sequence[Any]) -> bool:
         """Whether `capture` takes so little time that the loop can do it: small, and nothing to wait for."""
-        if self._is_small:
-            for position in self.plan.used_inputs:
-                if type(values[position]) is not np.ndarray:
-                    break
-            else:
-                return True
         copied = 0
         sizes = zip(self.plan.used_inputs, self._host_backends, self._nbytes, strict=True)
         for slot, (position, backend, nbytes) in enumerate(sizes):
             value = values[position]
-            if backend.accepts(value):
+            if type(value) is not np.ndarray and backend.accepts(value):
                 continue  # taken as it is, whatever its size
             if slot in self.returned and backend.device.props.remote:
                 return False  # uploaded, over the network
@@ -124,10 +117,7 @@ class Staging:
                     with backend.asking_for(tensor):
                         slots[slot] = backend.upload(value, tensor)
                 else:
-                    if type(value) is type(buffer) is np.ndarray and value.dtype == buffer.dtype:
-                        buffer[...] = value  # what `_copy` does, for most inputs that there are
-                    else:
-                        _copy(value, buffer)
+                    _copy(value, buffer)
                     slots[slot] = shown
             except AllocationError:
                 raise
@@ -138,6 +128,9 @@ class Staging:
 
 
 def _copy(value: Any, buffer: Any) -> None:
+    if type(value) is type(buffer) is np.ndarray and value.dtype == buffer.dtype:
+        buffer[...] = value  # without the frame of Python that `copyto` has
+        return
     if isinstance(value, np.ndarray):
         np.copyto(buffer, value, casting="same_kind")
         return

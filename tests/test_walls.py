@@ -94,7 +94,7 @@ SHARED_IN = frozenset({"_threads", "cli.interrupt", "devices.ray", "devices.remo
 
 # Only these know JAX, and only `_jax` what differs between its versions.
 JAX_PRIVATE = ("jax.extend", "jax._src", "jaxlib")
-JAX_PRIVATE_IN = frozenset({"_jax", "_jax_move", "_jax_settings"})
+JAX_PRIVATE_IN = frozenset({"_jax", "_jax_move"})
 JAX_IN = TRACING | {"devices.xla", "fetch", "placement", "pipeline", "state", "states", "batcher", "batch_request"}
 JAX_IN |= {"cli.bench", "cli.devices", "cli.examples", "cli.loop", "cli.target", "cli.values"}
 
