@@ -277,6 +277,7 @@ async def test_nothing_is_compiled_or_kept_after_the_warm_up(small: Any) -> None
     given = prompts(8, seed=2)
     async with Generator(*small, devices=devices(2), rows=2, n_ctx=64, chunk=8) as gen:
         await gen.prepare()
+        assert all(state.is_allocated for state in gen.states)
         await asyncio.gather(*(ids_of(gen.submit(prompt, max_tokens=8)) for prompt in given))
         before, compiled = gen.statistics(), gen.statistics().scheduler.compiled
         gc.collect()

@@ -230,7 +230,7 @@ class Generator:
         kinds: Sequence[Kind] = ("chunk", "prefill", "decode_one", "decode"),
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Compile every step for every length now, so that no text has to wait for it later.
+        """Compile every step for every length and make room for every group now, so that no text has to wait later.
 
         Args:
             kinds: which steps.
@@ -241,6 +241,10 @@ class Generator:
             if on_progress is not None:
                 on_progress(done, len(steps))
             await asyncio.shield(self._graphs.get(kind, size))
+        if steps:
+            graph = await asyncio.shield(self._graphs.get(*steps[0]))
+            for state in self.states:
+                await self._scheduler.alloc_graph(graph, state=state)
         if on_progress is not None:
             on_progress(len(steps), len(steps))
 
