@@ -21,7 +21,7 @@ from typing import Any
 from _common import WINDOW, finish, hand_written, make_model, progress, start_jax, windowed
 
 import aiopipe as ap
-from aiopipe import runner
+from aiopipe import run, runner
 from aiopipe.devices.xla import XlaBackend
 from aiopipe.loader import Loaded
 from aiopipe.mailbox import Mailbox
@@ -74,7 +74,7 @@ PHASES: list[tuple[str, Any, str]] = [
     ("look for errors", XlaBackend, "error_of"),
     ("ask for a call when ready", XlaBackend, "notify"),
     ("build the result", Loaded, "result"),
-    ("prepare launches", runner, "launch_splits"),
+    ("prepare launches", run, "launch_splits"),
     ("carry out instructions", runner.Runner, "_feed"),
     ("wake the loop", Mailbox, "post"),
 ]

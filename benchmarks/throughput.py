@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--devices", help="specs, comma-separated; default: two CPU devices, then four")
     parser.add_argument("--kinds", default="medium,one-core")
     parser.add_argument("--evaluations", type=int, default=100)
-    parser.add_argument("--repetitions", type=int, default=12)
+    parser.add_argument("--repetitions", type=int, default=30)
     args = parser.parse_args()
     if args.devices is None:
         results = [r for n in (2, 4) for r in in_its_own_process(n)]

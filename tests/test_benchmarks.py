@@ -1,0 +1,48 @@
+"""Every benchmark runs from one end to the other, in small: what it then measures means nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = {
+    "batcher": "--clients 4 --rounds 1 --repetitions 1",
+    "breakdown": "--evaluations 20",
+    "loop_lag": "--loads zero-flop --seconds 0.2 --repetitions 1",
+    "memory": "--evaluations 300",
+    "overhead": "--evaluations 20 --repetitions 1",
+    "planning": "--nodes 100,1000 --trace 100 --repetitions 1",
+    "simulated": "--evaluations 5 --devices 2,4",
+    "throughput": "--kinds medium --evaluations 5 --repetitions 1",
+    "timeline": "--kinds tiny --repetitions 1",
+    "weights": "--evaluations 20 --repetitions 1",
+}
+WITH_A_MODEL = {"generate", "serve_load"}
+"""These load a model of 270 MB; what they drive has tests of its own (`test_generator.py`, `test_serve*.py`)."""
+
+
+def test_none_is_forgotten() -> None:
+    assert {script.stem for script in (ROOT / "benchmarks").glob("[!_]*.py")} == SMALL.keys() | WITH_A_MODEL
+
+
+@pytest.mark.parametrize("name", SMALL)
+async def test_a_benchmark_runs(name: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONASYNCIODEBUG")}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, f"benchmarks/{name}.py", *SMALL[name].split(),
+        cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, said = await process.communicate()
+    assert process.returncode == 0, said.decode()
+    result = json.loads(out.decode().splitlines()[-1])
+    assert result["benchmark"] == name
+    assert {"jax", "python", "cores"} <= result.keys()
+    for check in result.get("checks", ()):
+        assert check["what"] and isinstance(check["value"], (int, float)) and isinstance(check["bar"], (int, float))
