@@ -98,13 +98,15 @@ class Template:
     """What every call has to look like, but for the number of rows (and the length).
 
     Args:
-        like: the inputs of a call: arrays or `jax.ShapeDtypeStruct`, with an axis of rows.
+        like: the inputs of a call: arrays or `jax.ShapeDtypeStruct`, with an axis of rows; a tuple or a list of them,
+            or the only one.
         ragged: whether axis 1 may have any length.
     """
 
-    def __init__(self, like: Sequence[Any], ragged: bool) -> None:
+    def __init__(self, like: Any, ragged: bool) -> None:
         self._ragged = ragged
-        specs, self.structure = jax.tree.flatten(tuple(like))
+        inputs = tuple(like) if isinstance(like, (tuple, list)) else (like,)
+        specs, self.structure = jax.tree.flatten(inputs)
         self._specs = [_jax_types.spec_of(spec, "like") for spec in specs]
         self._wanted = [_type(spec, ragged) for spec in self._specs]
 

@@ -47,8 +47,9 @@ class Batcher:
             one length; results keep the padded length.
         pad: what axis 1 is padded with; also inside a mask, so that 0 there means padding.
         max_queue: rows that may wait at most.
-        like: inputs as every call must have them, arrays or `jax.ShapeDtypeStruct` with any number of rows. Without it
-            calls of another kind are evaluated by themselves, and what is wrong with them is known only then.
+        like: inputs as every call must have them, arrays or `jax.ShapeDtypeStruct` with any number of rows: a tuple or
+            a list has the inputs of a call, anything else is its only one. Without it calls of another kind are
+            evaluated by themselves, and what is wrong with them is known only then.
 
     Raises:
         ValueError: a size makes no sense.
@@ -70,7 +71,7 @@ class Batcher:
         lengths: Sequence[int] = (),
         pad: Any = 0,
         max_queue: int = 1024,
-        like: Sequence[Any] | None = None,
+        like: Any = None,
     ) -> None:
         if max_batch < 1 or max_queue < 1 or not 0 <= max_wait < math.inf:
             raise ValueError(

@@ -369,6 +369,13 @@ async def test_like_refuses_a_call_before_it_is_merged(inputs: Any, message: str
         assert len(recorder.batches) == 1 and len(recorder.batches[0]) == 1
 
 
+@pytest.mark.parametrize("like", [rows(1), jax.ShapeDtypeStruct((1, 8), np.float32), (rows(1),), [rows(1)]])
+async def test_like_of_a_single_input(like: Any) -> None:
+    async with batcher_of(Recorder(), like=like) as batcher:
+        with pytest.raises(ap.TensorError, match=r"'0' is float32\[1,7\], expected float32\[rows,8\]"):
+            await batcher(rows(1)[:, :7])
+
+
 async def test_like_and_lengths() -> None:
     """The axis that is padded may have any length; a flag for each row has no such axis, and is not padded."""
     like = (np.ones((1, 1), np.int32), jax.ShapeDtypeStruct((1,), np.bool_))
