@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypedDict
 
 from .backend import Backend
@@ -39,7 +40,7 @@ def when_ready(groups: Sequence[Group], post: Post, then: Callable[[BaseExceptio
     """Call ``then(first error)`` on the loop when every group is ready. There is at least one."""
     if len(groups) == 1:
         [(backend, group)] = groups
-        backend.notify(group, lambda error: post(then, error))
+        backend.notify(group, partial(post, then))
         return
     left = len(groups)
     first: BaseException | None = None
@@ -52,7 +53,7 @@ def when_ready(groups: Sequence[Group], post: Post, then: Callable[[BaseExceptio
             then(first)
 
     for backend, group in groups:
-        backend.notify(group, lambda error: post(one_is_ready, error))
+        backend.notify(group, partial(post, one_is_ready))
 
 
 def first_failure(

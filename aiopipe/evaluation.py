@@ -14,6 +14,25 @@ from .events import Event
 __all__ = ["Evaluation"]
 
 
+class _Unheard:
+    """An error that nobody has asked for: when the evaluation is garbage by then, the loop's exception handler is told.
+
+    It is not the evaluation that has a `__del__`, for most have no error, and each would have to be asked.
+    """
+
+    __slots__ = ("_loop", "_what", "error")
+
+    def __init__(self, what: str, error: BaseException, loop: asyncio.AbstractEventLoop) -> None:
+        self.error: BaseException | None = error
+        self._what = what
+        self._loop = loop
+
+    def __del__(self) -> None:
+        if self.error is not None and not self._loop.is_closed():
+            context = {"message": f"{self._what} failed and nobody awaited it", "exception": self.error}
+            self._loop.call_exception_handler(context)
+
+
 class Evaluation:
     """One run of a graph: ``y = await evaluation``.
 
@@ -38,8 +57,8 @@ class Evaluation:
         "_loop",
         "_n_splits",
         "_result",
-        "_seen",
         "_split_events",
+        "_unheard",
         "_waiters",
         "copy_id",
         "graph_name",
@@ -68,7 +87,7 @@ class Evaluation:
         self._result: Any = None
         self._error: BaseException | None = None
         self._cancelled = False
-        self._seen = False
+        self._unheard: _Unheard | None = None
 
     def done(self) -> bool:
         """Whether the result, error or cancellation is there."""
@@ -105,7 +124,7 @@ class Evaluation:
             asyncio.CancelledError: it was cancelled.
         """
         self._check_done()
-        self._seen = True
+        self._hear()
         return self._error
 
     def result(self) -> Any:
@@ -118,8 +137,8 @@ class Evaluation:
         """
         if not self._done or self._cancelled:
             self._check_done()
-        self._seen = True
         if self._error is not None:
+            self._hear()
             raise self._error
         return self._result
 
@@ -182,25 +201,21 @@ class Evaluation:
     ) -> None:
         """Called once by the scheduler, on its loop."""
         self._result, self._error, self._cancelled, self._done = result, error, cancelled, True
-        if not self._waiters and self._event is None:
-            return
-        waiters, self._waiters = self._waiters, set()
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        waiters = self._waiters
+        if error is not None and not waiters:
+            self._unheard = _Unheard(f"evaluation {self.id} of {self.graph_name!r}", error, self._loop)
         if waiters:
-            self._seen = True
+            self._waiters = set()
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
         if self._event is not None:
             self._event.set(asyncio.CancelledError() if cancelled else error)
 
-    def __del__(self) -> None:
-        if getattr(self, "_error", None) is None or self._seen or self._loop.is_closed():
-            return
-        context = {
-            "message": f"evaluation {self.id} of {self.graph_name!r} failed and nobody awaited it",
-            "exception": self._error,
-        }
-        self._loop.call_exception_handler(context)
+    def _hear(self) -> None:
+        if self._unheard is not None:
+            self._unheard.error = None
+            self._unheard = None
 
     def __repr__(self) -> str:
         state = (

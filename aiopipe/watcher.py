@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from .completion import Post, blamed, failure, first_failure, launched, overdue, unfinished, when_ready
 from .errors import DeadlineExceeded, StateError
@@ -97,7 +98,7 @@ class Watcher:
         else:
             return Completed(run.evaluation.id)
         post = self._post if self._recorder is None or run.times is None else self._recorder.ending(run, self._post)
-        when_ready(groups, post, lambda error: self._completed(run, error))
+        when_ready(groups, post, partial(self._completed, run))
         return None
 
     def _drain(self, run: Run) -> Completed | None:
