@@ -73,11 +73,11 @@ def _evaluate(spec: GraphSpec, weights: Any, state: Any, inputs: Any, *, fallibl
     return tuple(tensors[o % len(tensors)] for o in spec.outputs), [tensors[n % len(tensors)] for n in spec.new]
 
 
-def _poisoned(spec: GraphSpec) -> tuple[list[bool], list[bool]]:
-    """Which outputs and leaves come from callbacks, which may fail."""
-    tensors = [False] * (spec.n_inputs + spec.n_weights + spec.n_leaves)
+def _poisoned(spec: GraphSpec, *, fails: bool, leaves: Sequence[bool]) -> tuple[list[bool], list[bool]]:
+    """Which outputs and leaves come from callbacks that fail, or from leaves that are lost."""
+    tensors = [False] * (spec.n_inputs + spec.n_weights) + list(leaves)
     for node in spec.nodes:
-        hit = node.can_fail or any(tensors[r % len(tensors)] for r in node.reads)
+        hit = (fails and node.can_fail) or any(tensors[r % len(tensors)] for r in node.reads)
         tensors += [hit] * node.n_outputs
     return [tensors[o % len(tensors)] for o in spec.outputs], [tensors[n % len(tensors)] for n in spec.new]
 
@@ -98,7 +98,6 @@ class Function:
         graph = ap.trace(stateful, weights, *inputs, state=state) if state else ap.trace(stateless, weights, *inputs)
         self.spec, self.graph = spec, graph
         self._oracle = jit(lambda state, *inputs: _evaluate(spec, weights, state, inputs, fallible=False))
-        self._poisoned = _poisoned(spec)
 
     def cut(self, n_devices: int, how: int) -> list[int]:
         """A backend for each node: one of a few ways, in runs."""
@@ -106,10 +105,14 @@ class Function:
         return [cut[i * len(cut) // n] % n_devices for i in range(n)]
 
     def expected(self, inputs: Sequence[Any], state: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        outputs, new = ([np.asarray(v) for v in part] for part in self._oracle(list(state), *inputs))
-        if int(inputs[0][0]) in bad:
-            outputs = [POISON if hit else v for v, hit in zip(outputs, self._poisoned[0], strict=True)]
-            new = [POISON if hit else v for v, hit in zip(new, self._poisoned[1], strict=True)]
+        lost = [v is POISON for v in state]
+        known = [array(0) if v is POISON else v for v in state]
+        made = ([np.asarray(v) for v in part] for part in self._oracle(known, *inputs))
+        hits = _poisoned(self.spec, fails=int(inputs[0][0]) in bad, leaves=lost)
+        outputs, new = (
+            [POISON if hit else v for v, hit in zip(values, of, strict=True)]
+            for values, of in zip(made, hits, strict=True)
+        )
         return outputs, new
 
 
