@@ -228,6 +228,11 @@ def test_a_module_that_needs_another_is_3_whatever_its_name(folder: Path) -> Non
     assert "there is no module" in call("plan", "nothing_model:model", code=2).err
 
 
+def test_a_file_whose_name_a_module_has(folder: Path) -> None:
+    (folder / "queue.py").write_text(MODEL, encoding="utf-8")
+    assert "another module is called 'queue' already: rename queue.py" in call("plan", "queue.py:model", code=2).err
+
+
 def test_errors_as_json() -> None:
     answer = call("plan", "my_model:breaks", "--input", "4x64", "--devices", "sim:2", "--json", code=3)
     assert answer.json["command"] == "plan"

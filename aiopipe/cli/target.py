@@ -97,10 +97,13 @@ def _attribute(module: str, name: str, option: str) -> tuple[str, Any]:
 
 def _imported(module: str, option: str) -> ModuleType:
     if module.endswith(".py"):
-        path = Path(module)
+        path = Path(module).resolve()
         if not path.is_file():
             raise UsageError(f"{option}: there is no file {module!r}")
-        folder, module = str(path.resolve().parent), path.stem
+        folder, module = str(path.parent), path.stem
+        known = getattr(sys.modules.get(module), "__file__", None)
+        if module in sys.modules and (known is None or Path(known).resolve() != path):
+            raise UsageError(f"{option}: another module is called {module!r} already: rename {path.name}")
     else:
         folder = os.getcwd()
     if folder not in sys.path:
