@@ -30,7 +30,7 @@ demo: $(VENV)/.installed-examples  ## split a sentence encoder over three device
 	@$(VENV)/bin/python examples/embed.py --devices cpu:0,cpu:1,cpu:2 --query "how do I open a file"
 
 serve: $(VENV)/.installed-serve  ## texts, embeddings and a page at http://127.0.0.1:8000; SERVE_ARGS="--port 8080"
-	@$(VENV)/bin/python examples/server.py $(SERVE_ARGS)
+	@$(VENV)/bin/python examples/server.py --cache .cache/serve $(SERVE_ARGS)
 
 test: lint $(VENV)/.installed-test  ## lint, types, then all tests
 	@echo "== pytest"

@@ -55,14 +55,14 @@ class Pace:
         self._known: deque[tuple[float, int]] = deque([(began, 0)])
 
     def rate(self, now: float, done: int) -> float | None:
-        """So much is done in a second, in the last ten; None in the first moment."""
+        """So much is done in a second, in the last ten or since the step before; None before the first step."""
         known = self._known
-        while len(known) > 1 and known[1][0] <= now - PACE_S:
+        while len(known) > 1 and known[1][0] <= now - PACE_S and known[1][1] != done:
             known.popleft()
         then, before = known[0]
-        if now > known[-1][0]:
+        if done != known[-1][1] and now > known[-1][0]:
             known.append((now, done))
-        return (done - before) / (now - then) if now > then else None
+        return (done - before) / (now - then) if now > then and done else None
 
 
 def amount_text(value: float) -> str:

@@ -8,6 +8,7 @@ as long as that is seldom enough to cost next to nothing, and `notes.py` infers 
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ class Watching:
         return True
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Noted:
     """What the recorder keeps with a loaded plan.
 
@@ -120,6 +121,7 @@ class Recorder:
         self._capacity = capacity
         self._log: deque[Note] = deque(maxlen=capacity)
         self._plans: dict[int, PlanInfo] = {}
+        self._loaded: weakref.WeakValueDictionary[int, Noted] = weakref.WeakValueDictionary()
         self._n_plans = 0
         self._watching = {name: Watching() for name in self.names}
 
@@ -275,9 +277,10 @@ class Recorder:
         if noted is None:
             number, self._n_plans = self._n_plans, self._n_plans + 1
             info = plan_info(loaded)
-            named = {note[2] for note in self._log.copy() if note[0] >= EVALUATED}
+            # Those that are loaded can be evaluated again, though nothing of theirs may be noted just now.
+            named = {note[2] for note in self._log.copy() if note[0] >= EVALUATED} | set(self._loaded.keys())
             self._plans = {n: plan for n, plan in self._plans.items() if n in named} | {number: info}
-            noted = loaded.noted = _noted(number, loaded, info)
+            noted = loaded.noted = self._loaded[number] = _noted(number, loaded, info)
             if not all(noted.told):  # a note of a segment holds the times of all its splits
                 n_segments, n_splits = len(info.segments), len(info.splits)
                 enough = max(64, self._capacity * (n_segments + 2) // (2 * n_splits + 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from html import escape
@@ -22,6 +23,11 @@ __all__ = ["Timeline"]
 
 RECENT_NOTES = 1500
 """`Timeline.recent` looks at no more: that takes a few milliseconds."""
+
+_DAMAGED = (
+    ValueError, LookupError, TypeError, ArithmeticError, RecursionError, EOFError, gzip.BadGzipFile, zlib.error,
+)  # fmt: skip
+"""What reading a file may end with that is none of `Timeline.save`'s."""
 
 
 class Timeline:
@@ -133,7 +139,7 @@ class Timeline:
         try:
             content: Any = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
             spans, backends = from_trace(content)
-        except (ValueError, KeyError, TypeError, gzip.BadGzipFile, EOFError) as error:
+        except _DAMAGED as error:
             raise AiopipeError(f"{path} is no timeline that Timeline.save has written: {error!r}") from error
         except AiopipeError as error:
             raise AiopipeError(f"{path}: {error}") from None
@@ -150,17 +156,20 @@ class Timeline:
             evaluations: how many of them.
 
         Raises:
-            AiopipeError: matplotlib is missing, the window ends before it begins, or nothing has been evaluated.
+            AiopipeError: matplotlib is missing, the path has another ending, the window ends before it begins, or
+                nothing has been evaluated.
         """
         try:
             from .timeline_plot import plot
         except ModuleNotFoundError as error:
             raise AiopipeError(f"Timeline.plot needs matplotlib ({error}): pip install 'aiopipe[plot]'") from error
-        spans = self.spans
+        path, spans = Path(path), self.spans
+        if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+            raise AiopipeError(f"got {str(path)!r} to plot into, expected a name that ends with .png, .svg or .pdf")
         if not spans:
             raise AiopipeError("there is nothing to plot: nothing has been evaluated yet")
         shown = closeup(spans, evaluations) if window is None else check_window(window, spans)
-        plot(spans, self.backends, shown, self._check(None, spans), Path(path))
+        plot(spans, self.backends, shown, self._check(None, spans), path)
 
     def __str__(self) -> str:
         spans = self.spans

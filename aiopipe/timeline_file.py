@@ -5,6 +5,7 @@ The format is the Trace Event Format of Chrome: a JSON object with a list of eve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -120,7 +121,9 @@ def _args(span: Span) -> dict[str, Any]:
 
 def _span(event: _Event, kind: str, begin_s: float, end_us: float) -> Span:
     args = event["args"]
-    start = begin_s + event["ts"] * 1e-6
+    start, end = begin_s + event["ts"] * 1e-6, begin_s + end_us * 1e-6
+    if not (math.isfinite(start) and math.isfinite(end)):
+        raise ValueError(f"a span from {start} to {end} seconds")
     return Span(
         kind=cast(Kind, kind),
         backend=args["backend"],
@@ -128,7 +131,7 @@ def _span(event: _Event, kind: str, begin_s: float, end_us: float) -> Span:
         split=args["split"],
         slot=args["slot"],
         begin_s=start,
-        end_s=begin_s + end_us * 1e-6,
+        end_s=end,
         name=args["name"],
         asked_s=start - args["queued_us"] * 1e-6,
         seen=args["seen"],

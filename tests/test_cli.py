@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+import aiopipe as ap
 from aiopipe.cli.bench import _difference
 from aiopipe.cli.progress import Progress
 from aiopipe.cli.words import number, seconds_text
@@ -220,6 +221,13 @@ def test_a_module_that_raises_is_3(folder: Path) -> None:
     assert "broken.py:2" in answer.err and "ZeroDivisionError" in answer.err
 
 
+def test_a_module_that_needs_another_is_3_whatever_its_name(folder: Path) -> None:
+    for needed in ("jaxless", "nothere"):
+        (folder / f"{needed}_model.py").write_text(f"import {needed}", encoding="utf-8")
+        assert f"No module named '{needed}'" in call("plan", f"{needed}_model:model", code=3).err
+    assert "there is no module" in call("plan", "nothing_model:model", code=2).err
+
+
 def test_errors_as_json() -> None:
     answer = call("plan", "my_model:breaks", "--input", "4x64", "--devices", "sim:2", "--json", code=3)
     assert answer.json["command"] == "plan"
@@ -294,6 +302,15 @@ def test_timeline(folder: Path) -> None:
     assert found["overlap"]["seconds"] == pytest.approx(8e-3 + 0.976e-3)  # the last one but for its end
     assert (first["splits"], second["copies"], second["copied_nbytes"]) == (10, 10, 10 * 4 * 64 * 4)
     assert (folder / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_names_with_brackets_are_shown_as_they_are(folder: Path) -> None:
+    spans = [ap.Span("compute", "[red]a[/b]", 0, 0, 0, 0.0, 1.0)]
+    ap.Timeline(spans, ["[red]a[/b]"]).save("run.json")
+    (folder / "[old]").mkdir()
+    text = call("timeline", "run.json", "--plot", "[old]/run.png").out
+    assert "[red]a[/b]" in text and "picture: [old]/run.png" in text
+    assert "ends with .png" in call("timeline", "run.json", "--plot", "run.txt", code=1).err
 
 
 def test_a_timeline_that_is_none(folder: Path) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import itertools
 import random
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 from llama import model, steps, weights
 from llama.generator import Generator, Stream
+from llama.group import Group, Request
 from llama.model import Config
 from llama.sampling import Sampling, single, stack
 
@@ -322,6 +325,54 @@ async def test_an_abort_ends_the_texts_of_its_group_and_the_next_begin_anew(smal
         assert stream.finish_reason == "error"
         again = await ids_of(gen.submit(want["tokens"].tolist(), max_tokens=16))
         assert again == want["greedy"].tolist()
+
+
+def group_of_one(step: Callable[[Group], Awaitable[None]] = Group._step) -> tuple[Group, deque[Request]]:
+    """A group with a single row, which nothing is compiled for, and what waits for it."""
+    graphs: Any = SimpleNamespace(rows=1)
+    group = Group(ap.State({"x": np.zeros(1, np.float32)}), graphs, waiting := deque[Request]())
+    group._step = partial(step, group)  # type: ignore[method-assign]
+    return group, waiting
+
+
+def text() -> tuple[Request, Stream]:
+    request = Request([1], Sampling(), 3, frozenset())
+    return request, Stream(request)
+
+
+async def test_who_waits_behind_one_that_left_before_it_began_is_next() -> None:
+    group, waiting = group_of_one()
+    (gone, stream), (wanted, kept) = text(), text()
+    group.give(gone)
+    waiting.append(wanted)
+    stream.cancel()  # before the group had a turn
+    group._take_in()
+    assert group.n_writing == 1 and not waiting and kept.finish_reason is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), asyncio.CancelledError("evaluation 3 was cancelled")])
+@pytest.mark.parametrize("freed", [False, True])
+async def test_a_group_outlives_whatever_goes_wrong(error: BaseException, freed: bool) -> None:
+    async def step(group: Group) -> None:
+        group._take_in()
+        if group.n_writing:
+            raise error
+        await group._wake.wait()
+        group._wake.clear()
+
+    group, _ = group_of_one(step)
+    if freed:
+        await group.state.free()
+    task = asyncio.create_task(group.run())
+    for _ in range(3):
+        request, stream = text()
+        group.give(request)
+        with pytest.raises(RuntimeError if isinstance(error, RuntimeError) else ap.BackendClosedError):
+            await ids_of(stream)
+        assert stream.finish_reason == "error" and group.n_free == 1
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_closing_ends_every_text(small: Any) -> None:

@@ -88,8 +88,18 @@ def test_the_pace_is_that_of_the_last_seconds() -> None:
     for k in range(1, 40):
         pace.rate(102.0 + k, 10 + 20 * k)
     assert pace.rate(142.0, 810) == 20.0
-    assert pace.rate(200.0, 810) == 0.0  # nothing has happened for long
+    assert pace.rate(200.0, 810) == pytest.approx(20 / 59)  # nothing has happened for long: it falls
     assert replace(LOOK, rate=0.0).left_s is None and replace(LOOK, done=2000).left_s == 0
+
+
+def test_the_pace_of_steps_that_take_longer_than_that() -> None:
+    pace = Pace(0.0)
+    assert pace.rate(15.0, 0) is None
+    for minute in range(5):
+        for second in range(0, 60, 5):
+            rate = pace.rate(60.0 * minute + second, minute)
+            assert minute == 0 or 1 / 120 < rate <= 1 / 60  # type: ignore[operator]
+    assert len(pace._known) < 5  # and what is known of it does not grow while it takes its time
 
 
 # A pipeline -----------------------------------------------------------------------------------------

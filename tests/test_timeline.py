@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import random
@@ -124,6 +125,26 @@ async def test_it_keeps_the_newest() -> None:
         assert found.busy == {"sim:0": 1.0} == frozen.utilization() and found.busy_s == frozen.busy_s()
         sched.reset_busy()
         assert not sched.timeline.spans and sched.statistics().busy == {"sim:0": 0.0}
+
+
+async def test_a_plan_that_did_nothing_for_a_while_is_not_forgotten() -> None:
+    cluster = Cluster(1, split_cost_s=1.0)
+    first, others = chain(1), [chain(1) for _ in range(3)]
+    async with ap.Scheduler(cluster.backends, timeline=True) as sched:
+        await sched.graph_compute(first, array(0))
+        for n, other in enumerate(others):
+            sched.timeline.clear()
+            await sched.graph_compute(other, array(1))  # a new plan, with nothing of the first one's noted
+            await sched.graph_compute(first, array(2))
+            assert {s.evaluation for s in sched.timeline.spans} == {2 * n + 1, 2 * n + 2}
+            assert sched.timeline.utilization() == {"sim:0": 1.0}
+        sched.forget(first)
+        del first
+        gc.collect()
+        sched.timeline.clear()
+        await sched.graph_compute(chain(1), array(3))
+        plans = sched.timeline._recorder
+        assert plans is not None and len(plans.noted()[1]) <= len(others) + 1  # what is not loaded any more is
 
 
 async def test_without_one() -> None:
@@ -356,11 +377,30 @@ async def test_arrows_lead_from_an_evaluation_to_its_splits() -> None:
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} >= {"sim:0", "sim:1", "slot 0", "slot 1"}
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"otherData": {"producer": "aiopipe"}}', "\x1f\x8b"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"otherData": {"producer": "aiopipe"}}', "\x1f\x8b", "[" * 100_000]
+)
 def test_loading_something_else(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.json").write_text(content, encoding="latin-1")
     with pytest.raises(AiopipeError, match=r"x\.json"):
         ap.Timeline.load(tmp_path / "x.json")
+
+
+async def test_loading_what_is_damaged(tmp_path: Path) -> None:
+    timeline, _ = await run_sim([1.0], 2, 1)
+    path = tmp_path / "x.json.gz"
+    timeline.save(path)
+    whole = path.read_bytes()
+    for damaged in (whole[:20] + bytes(10) + whole[30:], whole[:-20], whole[:-8] + bytes(8)):
+        path.write_bytes(damaged)
+        with pytest.raises(AiopipeError, match="no timeline that"):
+            ap.Timeline.load(path)
+    content = to_trace(timeline.spans, timeline.backends)
+    path = tmp_path / "x.json"
+    for begin_s in (float("nan"), float("inf"), 10**400):
+        path.write_text(json.dumps({**content, "otherData": {**content["otherData"], "begin_s": begin_s}}))
+        with pytest.raises(AiopipeError, match="no timeline that"):
+            ap.Timeline.load(path)
 
 
 # To look at -----------------------------------------------------------------------------------------
@@ -394,6 +434,9 @@ async def test_as_a_picture(tmp_path: Path) -> None:
         ap.Timeline([], ["a"]).plot(tmp_path / "none.png")
     with pytest.raises(AiopipeError, match="window"):
         timeline.plot(tmp_path / "none.png", window=(2.0, 1.0))
+    for name in ("none", "none.gif"):  # without an ending it would be another file
+        with pytest.raises(AiopipeError, match=f"{name}' to plot into, expected a name that ends with"):
+            timeline.plot(tmp_path / name)
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

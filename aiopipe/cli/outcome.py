@@ -185,9 +185,9 @@ def _unchanged() -> Iterator[None]:
 
 
 def _console() -> Console:
-    """Standard output; where it is no terminal, wide enough for every table."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=160)
+    """Standard output; where it is no terminal, wide enough for every table. Brackets in names are no markup."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=160)
 
 
 def _print_json(command: str, found: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..graph import Kind, Tensor
 from ..sched.plan import Plan
@@ -144,7 +145,7 @@ class Planned:
 
     def show(self, console: Console) -> None:
         """The plan, then tables of devices and of `n_copies`, then what it comes to."""
-        console.print(self.plan.text(self.detail), markup=False, soft_wrap=True)
+        console.print(self.plan.text(self.detail), soft_wrap=True)
         if self.detail == 0:
             console.print(self._sentence(), soft_wrap=True)
             return
@@ -171,8 +172,10 @@ class Planned:
                 *(bytes_text(row[f"{name}_nbytes"]) for name in ("weights", "state", "copy")),
                 temporaries,
                 bytes_text(row["total_nbytes"]),
-                ("" if row["fits"] else "[red]does not fit[/red] ")
-                + ("?" if row["limit_nbytes"] is None else bytes_text(row["limit_nbytes"])),
+                Text.assemble(
+                    "" if row["fits"] else ("does not fit ", "red"),
+                    "?" if row["limit_nbytes"] is None else bytes_text(row["limit_nbytes"]),
+                ),
             )
         return table
 
@@ -185,7 +188,7 @@ class Planned:
                 str(e.n_copies),
                 number(e.per_s),
                 percent(e.steady_bubble),
-                "yes" if self._fits(e.n_copies) else "[red]no[/red]",
+                "yes" if self._fits(e.n_copies) else Text("no", "red"),
             )
         return table
 

@@ -108,7 +108,8 @@ def _imported(module: str, option: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and module.startswith(error.name):
+        # Its own name, or that of a package it is in; anything else is missing inside of it.
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             raise UsageError(
                 f"{option}: there is no module {error.name!r}, neither installed nor in this folder"
             ) from None

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -135,20 +136,28 @@ class Group:
         self._given.append(request)
         self._wake.set()
 
-    def wake(self) -> None:
-        """Have it look at what waits."""
-        self._wake.set()
-
     async def run(self) -> None:
         """Write for ever. What goes wrong ends the texts of this group, and the next ones begin with a new state."""
+        task = asyncio.current_task()
+        assert task is not None
         while True:
             try:
                 await self._step()
-            except Exception as error:  # whatever it is, somebody waits for these texts
-                chunks, self._chunks = self._chunks, []
-                failed = [e.exception() for e in chunks if e.done() and not e.cancelled()]
-                self.fail(next((e for e in failed if e is not None), error))
-                await self.state.reset()
+            except (Exception, asyncio.CancelledError) as error:  # whatever it is, somebody waits for these texts
+                if task.cancelling():
+                    raise
+                self.fail(self._cause(error))
+                with suppress(ap.StateError):  # whoever freed it; the next texts are told so, too
+                    await self.state.reset()
+
+    def _cause(self, error: BaseException) -> BaseException:
+        """Why a step has failed: perhaps a chunk that nobody awaited did before."""
+        chunks, self._chunks = self._chunks, []
+        failed = (e.exception() for e in chunks if e.done() and not e.cancelled())
+        first = next((e for e in failed if e is not None), error)
+        if isinstance(first, asyncio.CancelledError):  # which would look as if the reader had been cancelled
+            return ap.BackendClosedError("a step of this text was cancelled: its scheduler has been closed")
+        return first
 
     def close(self, error: BaseException) -> None:
         """End every text of this group, also those that have not begun."""
@@ -198,13 +207,17 @@ class Group:
             if row is not None and row.request.left:
                 row.request.end("left")
                 row = self._rows[i] = None
-            queue = self._given or self._waiting
-            while row is None and queue:
-                request = queue.popleft()
-                if request.left:
-                    request.end("left")
-                else:
-                    row = self._rows[i] = _Row(request)
+            if row is None and (request := self._next()) is not None:
+                self._rows[i] = _Row(request)
+
+    def _next(self) -> Request | None:
+        """Whose turn it is; those whom nobody wants any more are passed over."""
+        while queue := self._given or self._waiting:
+            request = queue.popleft()
+            if not request.left:
+                return request
+            request.end("left")
+        return None
 
     def _push(self, i: int, row: _Row, token: int) -> None:
         row.token = token
