@@ -131,8 +131,15 @@ class Progress:
 
     def look(self) -> Look:
         """How far it is now."""
+        return self._with_devices(self._so_far())
+
+    def _so_far(self) -> Look:
+        """How far it is, but for the devices. On the loop, where `begin` changes all that it reads."""
         now = time.perf_counter()
-        look = Look(self._what, self._done, self._total, now - self._pace.began, self._pace.rate(now, self._done))
+        return Look(self._what, self._done, self._total, now - self._pace.began, self._pace.rate(now, self._done))
+
+    def _with_devices(self, look: Look) -> Look:
+        """And how busy they are with it, where there is something to ask."""
         if self._source is None:
             return look
         try:
@@ -165,10 +172,10 @@ class Progress:
                     await self._over.wait()
             if self._what and not self._over.is_set():
                 # A terminal may be slow to take what is written, and working it out takes some milliseconds.
-                await _threads.in_thread(self._show, "progress")
+                await _threads.in_thread(partial(self._show, self._so_far()), "progress")
 
-    def _show(self) -> None:
-        look = self.look()
+    def _show(self, look: Look) -> None:
+        look = self._with_devices(look)
         if self._table is None:
             self._write(lambda: print(line_of(look), file=self._file, flush=True))
         else:
@@ -186,11 +193,11 @@ class Progress:
         self._what = ""
 
     def _write(self, write: Callable[[], None]) -> None:
-        """Whoever looked may have left; the work goes on."""
+        """Whoever looked may have left, or cannot be told in these letters; the work goes on."""
         if not self._gone:
             try:
                 write()
-            except OSError:
+            except (OSError, ValueError):  # a file that is closed raises the latter, and so does an encoding
                 self._gone = True
 
 

@@ -124,16 +124,16 @@ def sampling_of(options: Options) -> Any:
     return Sampling(**{key: getattr(options, key) for key in keys})
 
 
-def prompts_of(options: Options, tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """The texts to write: what is asked -> token ids."""
+def prompts_of(options: Options, tokenizer: Tokenizer) -> list[tuple[str, list[int]]]:
+    """The texts to write: what is asked, and its token ids. What is asked twice is written twice."""
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     questions = list(options.chat)
     if options.prompts_file is not None:
         questions += [line.strip() for line in options.prompts_file.read_text("utf-8").splitlines() if line.strip()]
     if not questions and not options.prompt:
         questions = [QUESTION]
-    found = {text: tokenizer.encode(text) for text in options.prompt}
-    return found | {q: tokenizer.chat([*system, {"role": "user", "content": q}]) for q in questions}
+    found = [(text, tokenizer.encode(text)) for text in options.prompt]
+    return found + [(q, tokenizer.chat([*system, {"role": "user", "content": q}])) for q in questions]
 
 
 async def write(stream: Stream, tokenizer: Tokenizer, on_token: Callable[[], None]) -> str:
@@ -187,22 +187,22 @@ async def generate(options: Options) -> dict[str, Any]:
     ) as generator:
         async with compiling:
             compiling.begin("compiling")
-            await warm_up(generator, list(prompts.values()))
+            await warm_up(generator, [ids for _, ids in prompts])
         ready_s = time.perf_counter() - began
         generator.scheduler.reset_busy()
         began = time.perf_counter()
         how = {"sampling": sampling_of(options), "max_tokens": options.max_tokens, "stop": tokenizer.stop_ids}
-        streams = {text: generator.submit(ids, **how) for text, ids in prompts.items()}
-        texts = {}
+        streams = [(text, generator.submit(ids, **how)) for text, ids in prompts]
+        texts = []
         async with AsyncExitStack() as stack:
             writing = ap.Progress(generator.scheduler)
             if not sys.stdout.isatty():  # else the texts themselves show how far it is
                 await stack.enter_async_context(writing)
             writing.begin("writing tokens")
-            for text, stream in streams.items():
+            for text, stream in streams:
                 if len(streams) > 1:
                     print(f"\n> {text}")
-                texts[text] = await write(stream, tokenizer, writing.advance)
+                texts.append(await write(stream, tokenizer, writing.advance))
         wall_s = time.perf_counter() - began
         return report(options, generator, streams, texts, wall_s, ready_s)
 
@@ -218,28 +218,28 @@ async def warm_up(generator: Generator, prompts: Sequence[Sequence[int]]) -> Non
 def report(
     options: Options,
     generator: Generator,
-    streams: dict[str, Stream],
-    texts: dict[str, str],
+    streams: Sequence[tuple[str, Stream]],
+    texts: Sequence[str],
     wall_s: float,
     ready_s: float,
 ) -> dict[str, Any]:
     """What was written, how fast, and where."""
-    first = [s.first_token_s for s in streams.values() if s.first_token_s is not None]
-    prompt_tokens = sum(s.prompt_tokens for s in streams.values())
-    decoded = sum(max(0, s.n_tokens - 1) for s in streams.values())
+    first = [s.first_token_s for _, s in streams if s.first_token_s is not None]
+    prompt_tokens = sum(s.prompt_tokens for _, s in streams)
+    decoded = sum(max(0, s.n_tokens - 1) for _, s in streams)
     decode_s = wall_s - max(first, default=0.0)
     scheduler = generator.scheduler
     return {
         "texts": [
             {
-                "prompt": text,
-                "text": texts[text],
+                "prompt": asked,
+                "text": text,
                 "prompt_tokens": stream.prompt_tokens,
                 "tokens": stream.n_tokens,
                 "finish_reason": stream.finish_reason,
                 "first_token_s": stream.first_token_s,
             }
-            for text, stream in streams.items()
+            for (asked, stream), text in zip(streams, texts, strict=True)
         ],
         "ready_s": ready_s,
         "prompt_tokens_per_s": prompt_tokens / max(first) if first else None,

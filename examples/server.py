@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import time
@@ -96,6 +97,10 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 async def serve(options: Options) -> None:
     """Opens the models, and serves them until a signal comes."""
+    # Loading takes a minute or two: whether it will be possible to listen then is better known before.
+    loop = asyncio.get_running_loop()
+    (await loop.create_server(asyncio.Protocol, options.host, options.port, start_serving=False)).close()
+
     # Imported late, so that --help is quick, and Ctrl-C works while this takes its second.
     import jax
     from serve.limits import Limits

@@ -289,17 +289,18 @@ class Play:
 
     def check_state(self, entries: list[Entry], begins: list[Any], initial: list[Any]) -> None:
         could = [begins]  # what the state may hold
-        marked = maybe_marked = late = False
+        marked = maybe_marked = late = maybe_late = False
         for i, entry in enumerate(entries):
             assert entry.task is not None and entry.task.done(), entry
             how = outcome(entry.task)
             if entry.kind in ("reset", "restore"):
                 assert how == "succeeded", entry
-                could, marked, maybe_marked, late = [entry.what.get("values", initial)], False, False, False
+                could = [entry.what.get("values", initial)]
+                marked = maybe_marked = late = maybe_late = False
                 continue
             if isinstance(how, ap.StateError):
                 assert marked or maybe_marked, f"{entry} of a state that nothing has marked: {entries}"
-                marked = True
+                marked, late = True, late or maybe_late
                 if entry.kind == "submit" and self.is_read_after(entries, i):  # it may have been launched by then
                     could = could + [new for _, new in self.steps(entry, could)]
                 continue
@@ -319,11 +320,12 @@ class Play:
                 could = [new for want, new in steps if same(entry.task.result(), want)]
                 could = [new for new in could if marked or not any(v is POISON for v in new)]
                 assert could, f"{entry} left a state that cannot be"
-                maybe_marked = False
+                maybe_marked = maybe_late  # it may have been done before anybody knew
             elif isinstance(how, asyncio.CancelledError):
                 halfway = self.world.launches_bit_by_bit or bool(entry.what.get("watched"))
                 # Also where what fails is no part of the state, as for those that nobody cancels.
-                maybe_marked = maybe_marked or halfway or self.world.is_poisoned(entry.what["inputs"][0])
+                maybe_late = maybe_late or self.world.is_poisoned(entry.what["inputs"][0])
+                maybe_marked = maybe_marked or halfway or maybe_late
                 could = could + [new for _, new in steps] if self.is_read_after(entries, i) else could
             else:
                 late = self.world.is_fault(how.__cause__)  # on its device

@@ -82,12 +82,14 @@ def test_it_answers_questions_on_two_devices(tmp_path: Path) -> None:
 
 
 def test_texts_over_three_devices() -> None:
-    argv = ["--model", str(TINY), "--prompt", "abc", "--prompt", "xyz", "--n-ctx", "128", "--max-tokens", "6"]
+    asked = ["--prompt", "abc", "--prompt", "xyz", "--prompt", "abc"]
+    argv = ["--model", str(TINY), *asked, "--n-ctx", "128", "--max-tokens", "6"]
     done = run(*argv, "--devices", "cpu:0,cpu:1,cpu:2", "--split", "layers", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert [text["prompt"] for text in report["texts"]] == ["abc", "xyz"]
-    assert [text["tokens"] for text in report["texts"]] == [6, 6]
+    assert [text["prompt"] for text in report["texts"]] == ["abc", "xyz", "abc"]
+    assert [text["tokens"] for text in report["texts"]] == [6, 6, 6]
+    assert report["texts"][0]["text"] == report["texts"][2]["text"]  # what is asked twice is written twice
     assert set(report["busy"]) == {"cpu:0", "cpu:1", "cpu:2"}
 
 

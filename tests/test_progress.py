@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -193,6 +194,33 @@ async def test_work_goes_on_where_nobody_looks_any_more() -> None:
         progress.begin("counting", total=1)
         progress.advance()
         progress.begin("more")
+
+
+@pytest.mark.parametrize("how", ["closed", "ascii"])
+async def test_work_goes_on_where_nothing_can_be_written(how: str) -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    async with ap.Progress(file=file) as progress:
+        if how == "closed":
+            file.close()
+        progress.begin("计数" if how == "ascii" else "counting", total=1)
+        progress.advance()
+
+
+async def test_how_far_it_is_is_read_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+    rate = Pace.rate
+
+    def noted(self: Pace, now: float, done: int) -> float | None:
+        threads.add(threading.current_thread())
+        return rate(self, now, done)
+
+    monkeypatch.setattr(Pace, "rate", noted)  # `begin` makes a new one, and what it is of, at any time
+    monkeypatch.setattr(module, "LINES_S", 0.001)
+    file = Screen()
+    async with ap.Progress(file=file) as progress:
+        progress.begin("waiting", total=4)
+        await file.until("0 of 4")
+    assert threads == {threading.main_thread()}
 
 
 async def test_a_pipeline_that_is_not_open_yet() -> None:

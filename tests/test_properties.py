@@ -67,10 +67,13 @@ class Places(NamedTuple):
 
     def decide(self, sched: ap.Scheduler, graph: ap.Graph, function: Function) -> None:
         """Pin and cut."""
-        made = [t for node in graph.nodes for t in node.outputs]
-        n = len(sched.backends)
-        for tensor, device in self.pins if made else ():
-            sched.set_tensor_backend(graph, graph.tensors[made[tensor % len(made)]], sched.backends[device % n])
+        made = [(t, node.index) for node in graph.nodes for t in node.outputs]
+        n, pinned = len(sched.backends), set()
+        for number, device in self.pins if made else ():
+            t, node = made[number % len(made)]
+            if node not in pinned:  # what one operation makes is in one place
+                sched.set_tensor_backend(graph, graph.tensors[t], sched.backends[device % n])
+            pinned.add(node)
         if (ways := cut(graph, function.cuts[self.cut], n)) is not None:
             sched.set_cut(graph, ways)
 

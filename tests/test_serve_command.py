@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,3 +100,10 @@ def test_a_model_that_is_not_there() -> None:
         check=False,
     )
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "nowhere.gguf" in done.stderr
+
+
+async def test_an_address_that_is_taken_is_said_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        argv = ["--port", str(taken.getsockname()[1]), "--model", "nowhere.gguf", "--devices", "gpu:0"]
+        with pytest.raises(OSError, match="in use"):
+            await command.serve(command.parse(argv))

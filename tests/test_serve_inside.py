@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,8 +21,11 @@ from serve.answers import Events, while_there
 from serve.app import Service
 from serve.errors import ApiError
 from serve.limits import Limits
+from serve.metrics import Metrics
 from serve.models import Models
+from serve.schema import CompletionRequest
 from serve.server import EMBED_NAME, Server
+from serve.texts import Texts
 from starlette.requests import ClientDisconnect
 
 import aiopipe as ap
@@ -240,6 +244,22 @@ async def test_everything_that_ran_is_told_once_and_to_everybody(monkeypatch: py
         assert told_of == [(step, split, f"cpu:{split}") for step in range(len(told_of) // 2) for split in range(2)]
         assert len(told_of) > 70
         await watcher.aclose()
+
+
+async def test_the_head_of_a_stream_ends_with_its_headers() -> None:
+    async with embedding(lambda ids: np.zeros(len(ids), np.float32)) as client:
+        answer = await client.head("/live")
+        assert answer.headers["content-type"].startswith("text/event-stream") and not answer.content
+        assert (await client.get("/health")).status_code == 200  # over the same connection
+
+
+async def test_a_text_without_tokens_is_not_said_to_be_too_long() -> None:
+    generator: Any = SimpleNamespace(n_ctx=8)
+    tokenizer: Any = SimpleNamespace(n_vocab=9, encode=lambda text: [])
+    texts = Texts(generator, tokenizer, Limits(), Metrics())
+    with pytest.raises(ApiError, match="no tokens for this text") as info:
+        await texts.prompt(CompletionRequest(model="m", prompt="\x01"))
+    assert info.value.code is None and info.value.param == "prompt"
 
 
 async def test_how_many_watch() -> None:

@@ -86,6 +86,7 @@ def refusal(model: Any, body: Any) -> dict[str, Any]:
         ({"tools": [{"type": "function"}]}, "tools", "does not support it"),
         ({"presence_penalty": 0.5}, "presence_penalty", "does not support it"),
         ({"response_format": {"type": "json_object"}}, "response_format", "plain text alone"),
+        ({"modalities": ["text", "audio"]}, "modalities", "writes text alone"),
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, None, "only allowed when 'stream' is true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "Unrecognized request argument"),
@@ -133,6 +134,7 @@ def test_what_is_taken() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     answer = {"role": "assistant", "content": "", "refusal": None, "tool_calls": None}
     given = {"temperature": 1, "top_p": None, "stop": "x", "n": 1, "logprobs": False, "tools": [], "user": "me"}
+    given |= {"stream": None, "stream_options": None, "modalities": ["text"]}
     body = CHAT | given | {"messages": [{"role": "developer", "content": parts}, answer]}
     chat = ChatRequest.model_validate_json(json.dumps(body), strict=True)
     assert [m.content for m in chat.messages] == ["ab", ""] and chat.stop == ["x"] and not chat.wants_usage

@@ -79,7 +79,8 @@ class Events:
             async with asyncio.timeout(self._limit_s), aclosing(self._events) as events, while_there(receive):
                 first = await anext(events)
                 await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                await send({"type": "http.response.body", "body": first, "more_body": True})
-                async for more in events:
-                    await send({"type": "http.response.body", "body": more, "more_body": True})
+                if scope["method"] != "HEAD":  # whose answer has ended with its headers
+                    await send({"type": "http.response.body", "body": first, "more_body": True})
+                    async for more in events:
+                        await send({"type": "http.response.body", "body": more, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -94,7 +94,7 @@ class StreamOptions(BaseModel):
 class TextRequest(_Base):
     """What both kinds of text have in common."""
 
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -139,6 +139,12 @@ class Message(BaseModel):
     tool_calls: Unsupported = None
 
 
+def _text_alone(value: Any) -> Any:
+    if value not in (None, ["text"]):
+        raise ValueError("this server writes text alone; leave it out")
+    return value
+
+
 def _plain_text(value: Any) -> Any:
     if value is not None and not (isinstance(value, dict) and value.get("type") == "text"):
         raise ValueError("this server writes plain text alone; leave it out")
@@ -151,6 +157,7 @@ class ChatRequest(TextRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     response_format: Annotated[Any, AfterValidator(_plain_text)] = None
+    modalities: Annotated[Any, AfterValidator(_text_alone)] = None
     top_logprobs: Unsupported = None
     tools: Unsupported = None
     tool_choice: Unsupported = None

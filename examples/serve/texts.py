@@ -146,7 +146,9 @@ class Texts:
                 ids = await off_loop(encode, sum(len(message.content) for message in request.messages))
             except ValueError as error:
                 raise wrong(f"{error}", param) from None
-        if not 0 < len(ids) < n_ctx:
+        if not ids:
+            raise wrong("This model has no tokens for this text: a text is written behind at least one.", param)
+        if len(ids) >= n_ctx:
             message = (
                 f"This model's context is {n_ctx} tokens, and the text is written behind the prompt, which has "
                 f"{len(ids)}. Shorten it."
