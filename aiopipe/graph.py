@@ -95,6 +95,10 @@ class Tensor:
             )
         return self.source
 
+    def valueless(self) -> Tensor:
+        """The same without what the user gave and without buffers: for what outlives them."""
+        return self if self.source is None and not self.buffers else replace(self, source=None, buffers=())
+
     def describe(self) -> str:
         """``name dtype[shape]``, as error messages show it."""
         return f"{self.name!r} {self.dtype}[{','.join(map(str, self.shape))}]"

@@ -348,7 +348,7 @@ def test_an_invalid_value_that_no_operation_makes_by_itself() -> None:
     bad = np.full((2, 8), np.nan, np.float32)
     checked = _jax_nans.checking(lambda *args: [bad], program, jax.devices()[0], graph.config)
     with pytest.raises(FloatingPointError, match="run one by one, make none, so it comes of how the compiler"):
-        checked(*[batch() if t.kind is Kind.INPUT else t.source for t in program.inputs])
+        checked(*[batch() if t.kind is Kind.INPUT else graph.tensors[t.id].source for t in program.inputs])
 
 
 def test_an_invalid_value_travels_as_what_jax_raises() -> None:

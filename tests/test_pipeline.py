@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -139,6 +140,19 @@ async def test_weights_are_uploaded_once_for_all_shapes() -> None:
         again = await pipe.plan(batch(2))
         held = [[b.value for b in t.buffers] for t in plan.graph.weights]
         assert held == [[b.value for b in t.buffers] for t in again.graph.weights]
+
+
+@pytest.mark.parametrize("split", ["auto", [1, 1], {"*": "cpu:1"}], ids=["auto", "shares", "globs"])
+async def test_params_that_the_caller_lets_go_of_are_gone(split: Any) -> None:
+    """A model that is on its devices need not be in the host's memory, too."""
+    params = [np.eye(8, dtype=np.float32) for _ in range(4)]
+    theirs = [weakref.ref(w) for w in params]
+    async with ap.Pipeline(mlp, params, devices=["cpu:0", "cpu:1"], split=split) as pipe:
+        del params
+        first = np.asarray(await pipe(np.ones((2, 8), np.float32)))
+        gc.collect()
+        assert all(w() is None for w in theirs)
+        assert_close(await pipe(np.ones((3, 8), np.float32)), np.repeat(first[:1], 3, axis=0))
 
 
 async def test_known_shapes_are_served_while_a_new_one_compiles(monkeypatch: pytest.MonkeyPatch) -> None:  # S15

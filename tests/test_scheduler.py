@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -367,6 +368,21 @@ async def test_a_failing_split_fails_only_its_evaluation() -> None:  # S23, S24
         await sched.synchronize()
         assert sched.statistics().failed == 2
         assert sched.statistics().in_flight == 0
+
+
+async def test_weights_go_with_their_graph_though_another_one_runs_the_same_programs() -> None:
+    params = [np.eye(8, dtype=np.float32) for _ in range(2)]
+    theirs = [weakref.ref(w) for w in params]
+    x = batch(2, 8)
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        graph = ap.trace(mlp, params, x)
+        await sched.graph_compute(graph, x)
+        other = ap.trace(mlp, [2 * w for w in params], x)
+        await sched.graph_compute(other, x)
+        assert sched.statistics().compiled == 1
+        del graph, params
+        gc.collect()
+        assert all(w() is None for w in theirs)
 
 
 async def test_a_failure_nobody_awaits_reaches_the_loops_handler() -> None:

@@ -44,7 +44,7 @@ def lower(graph: Graph, splits: Sequence[Split], donate: Sequence[tuple[int, ...
             program = here[key] = Program(
                 name=f"{graph.name}_{nodes[0].op}_{split.index}",
                 nodes=(*nodes, _TOKEN) if token else nodes,
-                inputs=tuple([tensors[t] for t in split.inputs]),
+                inputs=tuple([tensors[t].valueless() for t in split.inputs]),  # its executable may outlive the graph
                 outputs=(*outputs, _TOKEN_TENSOR) if token else outputs,
                 donate=donated,
                 config=graph.config,
