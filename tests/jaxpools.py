@@ -90,6 +90,16 @@ class Function:
         params = self.params([jax.device_put(w, jax.devices()[0]) for w in self.weights])
         return [as_numpy(oracle(params, *self.args(batch))) for batch in self.batches]
 
+    def one_by_one(self, k: int) -> Any:
+        """What its operations make of a batch, each compiled by itself: says who is right where `want` is in doubt.
+
+        XLA for CPUs (JAX 0.10.2) makes a wrong program of about one in a thousand functions when it has all of it at
+        once: that of number 203, whose `dynamic_update_slice` is to replace one row, replaces two.
+        """
+        with jax.disable_jit():
+            params = self.params([jax.device_put(w, jax.devices()[0]) for w in self.weights])
+            return as_numpy(self.call((), params, *self.args(self.batches[k])))
+
     def trace(self, order: int, weights: Sequence[Any]) -> ap.Graph:
         """Its operations in one of a few orders."""
         fn = functools.partial(self.call, self._orders[order])
