@@ -277,6 +277,9 @@ def test_an_entry_without_a_row_does_nothing(rows):
 # cost and errors -----------------------------------------------------------------------------------
 
 
+@pytest.mark.xfail(
+    jax.__version_info__ < (0, 9), reason="the XLA of JAX 0.8 copies the cache in scratch memory, whoever compiles it"
+)
 @pytest.mark.parametrize("step", ["prefill", "decode", "decode_rows"])
 def test_the_cache_is_written_in_place_and_its_length_costs_nothing(step):
     config, params = llamas.tiny()
