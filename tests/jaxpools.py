@@ -83,11 +83,15 @@ class Function:
         picked = [values[o % len(values)] for o in self._outputs]
         return {"last": values[-1], "none": None, "picked": tuple(picked)}
 
+    @property
+    def _params_in_one_place(self) -> Any:
+        return self.params([jax.device_put(w, jax.devices()[0]) for w in self.weights])
+
     @functools.cached_property
     def want(self) -> list[Any]:
         """What `jax.jit` makes of each batch."""
         oracle = jit(functools.partial(self.call, ()))
-        params = self.params([jax.device_put(w, jax.devices()[0]) for w in self.weights])
+        params = self._params_in_one_place
         return [as_numpy(oracle(params, *self.args(batch))) for batch in self.batches]
 
     def one_by_one(self, k: int) -> Any:
@@ -97,8 +101,7 @@ class Function:
         once: that of number 203, whose `dynamic_update_slice` is to replace one row, replaces two.
         """
         with jax.disable_jit():
-            params = self.params([jax.device_put(w, jax.devices()[0]) for w in self.weights])
-            return as_numpy(self.call((), params, *self.args(self.batches[k])))
+            return as_numpy(self.call((), self._params_in_one_place, *self.args(self.batches[k])))
 
     def trace(self, order: int, weights: Sequence[Any]) -> ap.Graph:
         """Its operations in one of a few orders."""

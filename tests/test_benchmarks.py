@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from processes import ROOT, run_script
+
 SMALL = {
     "batcher": "--clients 4 --rounds 1 --repetitions 1",
     "breakdown": "--evaluations 20",
@@ -32,16 +29,10 @@ def test_none_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-async def test_a_benchmark_runs(name: str) -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONASYNCIODEBUG")}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, f"benchmarks/{name}.py", *SMALL[name].split(),
-        cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)},
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    out, said = await process.communicate()
-    assert process.returncode == 0, said.decode()
-    result = json.loads(out.decode().splitlines()[-1])
+def test_a_benchmark_runs(name: str) -> None:
+    done = run_script(ROOT / "benchmarks" / f"{name}.py", ROOT, *SMALL[name].split(), warnings="default")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
     assert result["benchmark"] == name
     assert {"jax", "python", "cores"} <= result.keys()
     for check in result.get("checks", ()):
