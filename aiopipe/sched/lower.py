@@ -29,26 +29,29 @@ def lower(graph: Graph, splits: Sequence[Split], donate: Sequence[tuple[int, ...
         to wait for (`alloc.marker_of`).
     """
     programs: list[Program] = []
-    tensors = graph.tensors
+    tensors, nodes = graph.tensors, graph.nodes
     new_state = {t.id for t in graph.new_state}
-    keys: dict[Hashable, Hashable] = {}  # equal layers share one key, which may be as long as the layer
-    known: dict[int, dict[Hashable, Program]] = {}  # backend -> key -> program
+    numbers: dict[Hashable, int] = {}  # of the keys, which may be long: each is hashed once, and kept once
+    known: dict[tuple[int, int], Program] = {}  # number of the key, backend -> program
+    keys: list[Hashable] = []
     for split, donated in zip(splits, donate, strict=True):
-        here = known.setdefault(split.backend, {})
         token = bool(split.outputs) and new_state.issuperset(split.outputs)
-        key = (_key(graph, split, donated), token)
-        program = here.get(key)
+        key = _key(graph, split, donated, token)
+        number = numbers.setdefault(key, len(keys))
+        if number == len(keys):
+            keys.append(key)
+        program = known.get((number, split.backend))
         if program is None:
-            nodes = tuple([graph.nodes[i] for i in split.nodes])
+            run = tuple([nodes[i] for i in split.nodes])
             outputs = tuple([tensors[t] for t in split.outputs])
-            program = here[key] = Program(
-                name=f"{graph.name}_{nodes[0].op}_{split.index}",
-                nodes=(*nodes, _TOKEN) if token else nodes,
+            program = known[number, split.backend] = Program(
+                name=f"{graph.name}_{run[0].op}_{split.index}",
+                nodes=(*run, _TOKEN) if token else run,
                 inputs=tuple([tensors[t].valueless() for t in split.inputs]),  # its executable may outlive the graph
                 outputs=(*outputs, _TOKEN_TENSOR) if token else outputs,
                 donate=donated,
                 config=graph.config,
-                key=keys.setdefault(key, key),
+                key=keys[number],
             )
         programs.append(program)
     return tuple(programs)
@@ -68,24 +71,28 @@ _TOKEN_TENSOR = Tensor(-1, "token", (), "bool", Kind.NODE, 1)
 _TOKEN = Node(-1, "full", (), (-1,), _Token(), "the end of a split")
 
 
-def _key(graph: Graph, split: Split, donated: tuple[int, ...]) -> Hashable:
+def _key(graph: Graph, split: Split, donated: tuple[int, ...], token: bool) -> Hashable:
     """The split's structure with tensors numbered by first use, so that equal layers compare equal.
 
-    The body is flat, for a layer may be long: of each node its signature, how many operands it has, and which.
+    Flat, for a layer may be long, and each tuple more is one more for the garbage collector to look at: how many
+    inputs there are, and the type of each; how many nodes, and of each its signature, how many operands it has, and
+    which; then what it returns.
     """
-    tensors = graph.tensors
+    tensors, nodes = graph.tensors, graph.nodes
     number: dict[int, int] = {}
-    types: list[tuple[tuple[int, ...], str]] = []
+    key: list[Hashable] = [len(split.inputs), len(split.nodes), token]
     for t in split.inputs:
         number[t] = len(number)
-        types.append((tensors[t].shape, tensors[t].dtype))
-    body: list[Hashable] = []
+        tensor = tensors[t]
+        key += (tensor.shape, tensor.dtype)
     for i in split.nodes:
-        node = graph.nodes[i]
-        body.append(node.fn.signature())
-        body.append(len(node.inputs))
+        node = nodes[i]
+        key += (node.fn.signature(), len(node.inputs))
         for t in node.inputs:
-            body.append(number[t])
+            key.append(number[t])
         for t in node.outputs:
             number[t] = len(number)
-    return (tuple(types), tuple(body), tuple([number[t] for t in split.outputs]), donated, graph.config)
+    for t in split.outputs:
+        key.append(number[t])
+    key += (donated, graph.config)
+    return tuple(key)
