@@ -7,6 +7,7 @@ comparisons; only one that does not is looked at closely, to convert it or to sa
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -102,7 +103,7 @@ def flattener(
 def unflattener(tree: Any) -> Callable[[Sequence[Any]], Any]:
     """`Graph.unflatten_outputs` for a function whose result has that tree."""
     if tree == jax.tree_util.tree_structure(0):
-        return lambda values: values[0]
+        return operator.itemgetter(0)
     return lambda values: jax.tree_util.tree_unflatten(tree, values)
 
 

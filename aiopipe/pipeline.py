@@ -6,6 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -148,7 +149,7 @@ class Pipeline:
         else:
             self._graphs.move_to_end(key)
         # Inputs with an equal key need no further check: their leaves are the graph's inputs.
-        return await self.scheduler.submit(graph, leaves, state)
+        return await (self._scheduler or self.scheduler).submit(graph, leaves, state)
 
     def stream(
         self, batches: Iterable[Any] | AsyncIterable[Any], *, state: State | None = None
@@ -160,7 +161,7 @@ class Pipeline:
                 An iterable is advanced on the event loop: give an async one where that takes long.
             state: what the model reads and replaces: every batch goes on from what the one before left.
         """
-        results = stream_in_order(lambda inputs: self.submit(*inputs, state=state), batches, self.n_copies)
+        results = stream_in_order(partial(self.submit, state=state), batches, self.n_copies)
         return _fetched(results) if self._remote else results
 
     async def plan(self, *inputs: Any, state: State | None = None) -> Plan:

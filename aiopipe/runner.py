@@ -119,7 +119,8 @@ class Runner:
         if loop is None or self.closed or asyncio._get_running_loop() is not loop:
             loop = self.enter()
         for backend in loaded.backends:
-            backend.check_open()
+            if backend.closed or backend.origin.forked:
+                backend.check_open()  # which says what is wrong
         of = loaded.plan.graph.name, loop, self.cancel, self.split_events, len(loaded.splits)
         evaluation = Evaluation(self.n_submitted, *of)
         self.n_submitted += 1
@@ -360,7 +361,8 @@ class Runner:
         run = self._runs.pop(instruction.evaluation)
         if self._recorder is not None and run.times:
             self._recorder.released(run)
-        run.release()
+        if run.observation is not None or run.events is not None or run.released is not None:
+            run.release()
 
     _carry_out: ClassVar[dict[type, Callable[[Runner, Any], Stimulus | None]]] = {
         Admit: _admit,

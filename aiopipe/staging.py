@@ -33,20 +33,20 @@ class Slots:
         self._owner: dict[int, weakref.ref[Staging]] = {}
 
     def take(self, copy_id: int, staging: Staging) -> None:
-        """Have the slot's last owner let its buffers go, unless it is the same."""
-        known = self._owner.get(copy_id)
-        owner = known() if known is not None else None
-        if owner is not staging:
-            if owner is not None:
-                owner.buffers.pop(copy_id, None)
-            self._owner[copy_id] = weakref.ref(staging)
+        """Have the slot's last owner let its buffers go, if there is one."""
+        self._let_go(copy_id)
+        self._owner[copy_id] = weakref.ref(staging)
 
     def trim(self, n_copies: int) -> None:
         """Let go of the buffers of slots that exist no longer."""
         for copy_id in [c for c in self._owner if c >= n_copies]:
-            owner = self._owner.pop(copy_id)()
-            if owner is not None:
-                owner.buffers.pop(copy_id, None)
+            self._let_go(copy_id)
+
+    def _let_go(self, copy_id: int) -> None:
+        known = self._owner.pop(copy_id, None)
+        owner = known() if known is not None else None
+        if owner is not None:
+            owner.buffers.pop(copy_id, None)
 
 
 class Staging:
@@ -64,7 +64,8 @@ class Staging:
         self._slots = slots
         self._host_backends, self._alone = _readers(plan, backends)
         self.returned = tuple(dict.fromkeys(slot for kind, slot in plan.results if kind == "input"))
-        self._nbytes = [plan.graph.inputs[i].nbytes for i in plan.used_inputs]
+        used = [(position, plan.graph.inputs[position]) for position in plan.used_inputs]
+        self._inputs = [(slot, i, self._host_backends[slot], tensor) for slot, (i, tensor) in enumerate(used)]
 
     def _new_buffer(self, slot: int) -> tuple[Any, Any]:
         """A buffer for an input, and what stands for it: what its only reader shows, for others might keep that."""
@@ -79,8 +80,7 @@ class Staging:
     def captures_inline(self, values: Sequence[Any]) -> bool:
         """Whether `capture` takes so little time that the loop can do it: small, and nothing to wait for."""
         copied = 0
-        sizes = zip(self.plan.used_inputs, self._host_backends, self._nbytes, strict=True)
-        for slot, (position, backend, nbytes) in enumerate(sizes):
+        for slot, position, backend, tensor in self._inputs:
             value = values[position]
             if type(value) is not np.ndarray and backend.accepts(value):
                 continue  # taken as it is, whatever its size
@@ -88,7 +88,7 @@ class Staging:
                 return False  # uploaded, over the network
             if type(value) is not np.ndarray and not isinstance(value, _NUMBERS):
                 return False  # some other library's or another client's array: reading it may wait
-            copied += nbytes
+            copied += tensor.nbytes
         return copied <= INLINE_CAPTURE_NBYTES
 
     def capture(self, copy_id: int, values: Sequence[Any], slots: list[Any]) -> None:
@@ -100,25 +100,27 @@ class Staging:
             TensorError: a value cannot be read.
             AllocationError: there is no room for it.
         """
-        self._slots.take(copy_id, self)
         staging = self.buffers.get(copy_id)
-        inputs = self.plan.graph.inputs
-        if staging is None:
-            staging = self.buffers[copy_id] = [self._new_buffer(slot) for slot in range(len(self._nbytes))]
-        for slot, position in enumerate(self.plan.used_inputs):
+        if staging is None:  # the slot is another's, who has to let go of it, or nobody's
+            self._slots.take(copy_id, self)
+            staging = self.buffers[copy_id] = [self._new_buffer(slot) for slot, *_ in self._inputs]
+        for slot, position, backend, tensor in self._inputs:
             value = values[position]
-            backend = self._host_backends[slot]
-            if type(value) is not np.ndarray and backend.accepts(value):
+            plain = type(value) is np.ndarray
+            if not plain and backend.accepts(value):
                 slots[slot] = value
                 continue
-            tensor, (buffer, shown) = inputs[position], staging[slot]
+            buffer, shown = staging[slot]
             try:
                 if slot in self.returned:  # the caller will hold it: it cannot be the slot's
                     with backend.asking_for(tensor):
                         slots[slot] = backend.upload(value, tensor)
+                    continue
+                if plain and type(buffer) is np.ndarray and value.dtype == buffer.dtype:
+                    buffer[...] = value  # without the frames of Python that `copyto` has
                 else:
                     _copy(value, buffer)
-                    slots[slot] = shown
+                slots[slot] = shown
             except AllocationError:
                 raise
             except Exception as error:  # whatever the library that made the value raises
@@ -128,9 +130,6 @@ class Staging:
 
 
 def _copy(value: Any, buffer: Any) -> None:
-    if type(value) is type(buffer) is np.ndarray and value.dtype == buffer.dtype:
-        buffer[...] = value  # without the frame of Python that `copyto` has
-        return
     if isinstance(value, np.ndarray):
         np.copyto(buffer, value, casting="same_kind")
         return

@@ -15,7 +15,7 @@ from .evaluation import Evaluation
 
 __all__ = ["stream_in_order"]
 
-Submit = Callable[[tuple[Any, ...]], Awaitable[Evaluation]]
+Submit = Callable[..., Awaitable[Evaluation]]
 
 CLOSING_S = 30.0
 """How long leaving a stream waits for its source to end."""
@@ -27,7 +27,7 @@ def stream_in_order(
     """Submit every batch, yield the results in order.
 
     Args:
-        submit: starts an evaluation of one batch's inputs; waits for admission.
+        submit: starts an evaluation, ``submit(*inputs)``; waits for admission.
         batches: a tuple is the inputs of one evaluation, anything else its only input. An async
             iterable is read ahead by a task of its own, so that a result that is ready does not wait
             for the next batch to arrive.
@@ -42,15 +42,11 @@ def stream_in_order(
     return _in_step(submit, batches, window)
 
 
-def _inputs(batch: Any) -> tuple[Any, ...]:
-    return batch if isinstance(batch, tuple) else (batch,)
-
-
 async def _in_step(submit: Submit, batches: Iterable[Any], window: int) -> AsyncGenerator[Any, None]:
     pending: deque[Evaluation] = deque()
     try:
         for batch in batches:
-            pending.append(await submit(_inputs(batch)))
+            pending.append(await (submit(*batch) if isinstance(batch, tuple) else submit(batch)))
             if len(pending) >= window:
                 yield await pending.popleft()
         while pending:
@@ -73,7 +69,7 @@ async def _read_ahead(submit: Submit, batches: AsyncIterable[Any], window: int) 
                     batch = await anext(iterator)
                 except StopAsyncIteration:
                     return
-                pending.put_nowait(await submit(_inputs(batch)))
+                pending.put_nowait(await (submit(*batch) if isinstance(batch, tuple) else submit(batch)))
         finally:
             pending.put_nowait(None)
             if isinstance(iterator, AsyncGenerator):  # other sources (a memory object stream) are the caller's

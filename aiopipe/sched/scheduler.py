@@ -343,8 +343,7 @@ class Scheduler:
 
         With a `state`, every batch goes on from what the one before left.
         """
-        submit = partial(self.graph_compute_async, graph, state=state)
-        return stream_in_order(lambda inputs: submit(*inputs), batches, self.n_copies)
+        return stream_in_order(partial(self.graph_compute_async, graph, state=state), batches, self.n_copies)
 
     def statistics(self) -> Statistics:
         """What has been done since the scheduler was made."""
