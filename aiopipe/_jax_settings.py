@@ -119,7 +119,8 @@ def reader(name: str) -> Any:
     return setting if hasattr(setting, "value") else _Read(name)
 
 
-_nans, _infs, _no_jit, _no_execution, _to_device, _between, _to_host = map(reader, _PLAIN)
+# `disable_jit` has no `value` in any version: `is_plain` reads it where it is.
+_nans, _infs, _, _no_execution, _to_device, _between, _to_host = map(reader, _PLAIN)
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -138,7 +139,7 @@ def is_plain() -> bool:
     return not (
         _nans.value
         or _infs.value
-        or _no_jit.value
+        or jax.config.jax_disable_jit  # type: ignore[attr-defined]  # not in the stubs
         or _no_execution.value
         or _to_device.value not in _ALLOW
         or _between.value not in _ALLOW

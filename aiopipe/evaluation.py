@@ -184,7 +184,9 @@ class Evaluation:
                 if not self._waiters:
                     self.cancel()
                 raise
-        return self.result()
+        if self._error is None and not self._cancelled:
+            return self._result
+        return self.result()  # which raises
 
     def _check_done(self) -> None:
         if self._cancelled:

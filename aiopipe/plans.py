@@ -40,6 +40,7 @@ class Plans:
         forbid_replan: see `check_allowed`.
 
     Attributes:
+        get: the plan of a graph, if it can run.
         pins: for each graph tensor id -> index of the backend that the user wants it on.
         cuts: for each graph the backends that `partition` chose.
         state_nbytes: asked for the bytes of all states on each backend.
@@ -79,10 +80,7 @@ class Plans:
         self._loaded: PerGraph[Loaded] = PerGraph()
         self._loading: dict[Graph, asyncio.Task[Loaded]] = {}
         self._one_at_a_time: asyncio.Lock | None = None
-
-    def get(self, graph: Graph) -> Loaded | None:
-        """The plan of a graph, if it can run."""
-        return self._loaded.get(graph)
+        self.get = self._loaded.get
 
     def values(self) -> list[Loaded]:
         """The plans that can run."""
