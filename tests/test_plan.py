@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aiopipe.devices.base import DeviceProps, DeviceType, MemoryStats
+from aiopipe.devices.base import DeviceProps, DeviceType, MemoryStats, Program
 from aiopipe.errors import AllocationError
 from aiopipe.graph import Graph, Kind, Node
 from aiopipe.sched.alloc import BackendSize, backend_sizes, check_memory, donations
@@ -210,6 +210,21 @@ def test_equal_layers_have_equal_keys_and_others_do_not() -> None:
     keys = [p.key for p in build(["dot", "dot", "mul", "dot"], [4, 4, 4, 4]).programs]
     assert keys[1] == keys[3] != keys[2]
     assert all(isinstance(hash(key), int) for key in keys)
+
+
+def test_a_token_is_part_of_the_key() -> None:
+    """A split that makes nothing but state returns one more value than one that computes the same for the caller."""
+
+    def program(as_state: bool) -> Program:
+        b = Draft()
+        leaf = b.state("s", (8,), "int8", 8)
+        made = b.op("update", b.x())
+        graph = b.build([], new_state=[made]) if as_state else b.build([made], new_state=[leaf])
+        return make_plan(graph, gpus(1)).programs[0]
+
+    alone, returned = program(as_state=True), program(as_state=False)
+    assert (len(alone.outputs), len(returned.outputs)) == (2, 1)
+    assert alone.key != returned.key
 
 
 def test_which_operand_is_read_is_part_of_the_key() -> None:
@@ -436,6 +451,13 @@ def test_a_plan_prints_as_a_table() -> None:
     assert "gpu:0" in lines[2] and "1.wgt1:1" in lines[2]
     assert "8 B" in lines[3]
     assert lines[-1].startswith("cpu:0: weights 0 B")
+
+
+def test_a_plan_is_a_table_in_notebooks_too() -> None:
+    graph = chain(2)
+    shown = make_plan(graph, gpus(2), weights=on(graph, 0, 1))._repr_html_()
+    assert "<table" in shown
+    assert "gpu:0" in shown and "gpu:1" in shown
 
 
 def test_planning_leaves_the_graph_as_it_was() -> None:  # S14
