@@ -10,7 +10,8 @@ from typing import Any
 from aiopipe.devices.base import DeviceProps, DeviceType, Program
 from aiopipe.graph import Graph, Kind, Tensor
 from aiopipe.sched.launch import BoundSplit, Environment, launch_splits
-from aiopipe.sched.plan import LaunchList, Plan, feeds_for_lanes, make_plan, segments_of
+from aiopipe.sched.launch_lists import LaunchList
+from aiopipe.sched.plan import Plan, feeds_for_lanes, make_plan, segments_of
 from aiopipe.sched.split import HOST
 from graphs import Draft, FakeDevice, gpus
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiopipe.sched.launch import BoundSplit, Environment, LaunchError, launch_splits
-from aiopipe.sched.plan import LaunchList, feeds_for_lanes, make_plan
+from aiopipe.sched.launch_lists import LaunchList
+from aiopipe.sched.plan import feeds_for_lanes, make_plan
 from graphs import Draft, chain, gpus
 from launching import Launching, lanes_for, random_plan
 

@@ -36,7 +36,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("lane_pool", "live_weights", "devices.remote_actor", "devices.xla", "devices.simvalue", "sched.assign"),
     ("devices.remote_link", "devices.simbackend", "sched.order"),
     ("devices.remote", "sched.split"),
-    ("devices.ray", "sched.alloc", "sched.lower"),
+    ("devices.ray", "sched.alloc", "sched.launch_lists", "sched.lower"),
     ("sched.plan_text",),
     ("sched.plan_dot", "sched.plan_html"),
     ("devices.sim", "sched.plan", "sched.stimuli"),

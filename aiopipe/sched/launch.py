@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..backend import Backend, Executable
-from .plan import LaunchList
+from .launch_lists import LaunchList
 from .split import Split
 
 __all__ = ["BoundSplit", "Clock", "Environment", "LaunchError", "launch_splits"]

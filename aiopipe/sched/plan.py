@@ -9,87 +9,21 @@ that holds it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, overload
 
 from ..devices.base import Device, Program
 from ..graph import Graph, Kind
 from .alloc import BackendSize, backend_sizes, donations, marker_of
 from .assign import Assignment, assign
+from .launch_lists import LaunchList, LaunchLists, Row
 from .lower import lower
 from .plan_dot import plan_dot
 from .plan_html import plan_html
 from .plan_text import Detail, plan_text
 from .split import HOST, Split, last_uses, split_graph
 
-__all__ = ["LaunchList", "LaunchLists", "Plan", "Segment", "feeds_for_lanes", "make_plan", "segments_of"]
-
-
-class LaunchList(NamedTuple):
-    """How one split gets its operands and where its results go, as environment slots.
-
-    Attributes:
-        weights: (operand position, tensor id) of the weights.
-        gather: (operand position, environment slot) of the rest.
-        moves: (slot to read, slot to fill) of the values to bring to this backend first.
-        outputs: slots of the results, in order.
-        frees: slots whose value nobody needs after this split, if splits are launched in order.
-        marker: which of its results shows that the split is done, kept until the evaluation ends:
-            the smallest that is no state; or the token behind them.
-    """
-
-    weights: tuple[tuple[int, int], ...]
-    gather: tuple[tuple[int, int], ...]
-    moves: tuple[tuple[int, int], ...]
-    outputs: tuple[int, ...]
-    frees: tuple[int, ...]
-    marker: int
-
-
-_Pairs = tuple[tuple[int, int], ...]
-_Row = tuple[_Pairs, _Pairs, _Pairs, tuple[int, ...], tuple[int, ...], int]  # the fields of a `LaunchList`
-
-
-class LaunchLists(Sequence[LaunchList]):
-    """The launch lists of all splits, kept field by field.
-
-    There may be as many as nodes. Tuples of numbers the garbage collector looks at but once, named
-    tuples in each full collection; so these are made when they are asked for.
-
-    Args:
-        rows: the fields of each.
-    """
-
-    __slots__ = ("_columns",)
-
-    def __init__(self, rows: Iterable[_Row]) -> None:
-        columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
-        weights, gather, moves, outputs, frees, marker = columns
-        for w, g, m, o, f, k in rows:
-            weights.append(w)
-            gather.append(g)
-            moves.append(m)
-            outputs.append(o)
-            frees.append(f)
-            marker.append(k)
-        self._columns = columns
-
-    @overload
-    def __getitem__(self, index: int) -> LaunchList: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[LaunchList, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> LaunchList | tuple[LaunchList, ...]:
-        found: list[Any] = [column[index] for column in self._columns]
-        return tuple(map(LaunchList, *found)) if isinstance(index, slice) else LaunchList(*found)
-
-    def __iter__(self) -> Iterator[LaunchList]:
-        return map(LaunchList, *self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns[0])
+__all__ = ["Plan", "Segment", "feeds_for_lanes", "make_plan", "segments_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,16 +244,21 @@ class _Feed:
                 self._slots[place] = len(self._slots)
                 self.used_inputs.append(position)
 
-    def _row(self, split: Split) -> _Row:
+    def _row(self, split: Split) -> Row:
         index, here, stride, tensors = split.index, split.backend, self._stride, self.graph.tensors
         slots, last, weight = self._slots, self._last, Kind.WEIGHT
         held = self.weights[here]
-        weights, gather, moves, outputs, frees, moved = [], [], [], [], [], []
+        weights: list[int] = []
+        gather: list[int] = []
+        moves: list[int] = []
+        outputs: list[int] = []
+        frees: list[int] = []
+        moved: list[int] = []
         for t, src, _ in split.brings:
             place = t * stride + src
             read = slots[place]
             fill = slots[t * stride + here] = len(slots)
-            moves.append((read, fill))
+            moves += (read, fill)
             if last[place] == index:
                 moved.append(read)
         for t in split.outputs:
@@ -328,18 +267,18 @@ class _Feed:
         for position, t in enumerate(split.inputs):
             place = t * stride + here
             if tensors[t].kind is weight:
-                weights.append((position, t))
+                weights += (position, t)
                 held.add(t)
             else:
                 slot = slots[place]
-                gather.append((position, slot))
+                gather += (position, slot)
                 if last[place] == index:
                     frees.append(slot)
         frees += moved
         marker = 0
         if len(outputs) > 1 or self._new_state:
             marker = marker_of(tensors, split.outputs, self._new_state)
-        return tuple(weights), tuple(gather), tuple(moves), tuple(outputs), tuple(frees), marker
+        return weights, gather, moves, outputs, frees, marker
 
 
 def feeds_for_lanes(plan: Plan, lane_of: Sequence[int]) -> list[LaunchList]:
