@@ -184,9 +184,7 @@ class Evaluation:
                 if not self._waiters:
                     self.cancel()
                 raise
-        if self._error is None and not self._cancelled:
-            return self._result
-        return self.result()  # which raises
+        return self.result()
 
     def _check_done(self) -> None:
         if self._cancelled:

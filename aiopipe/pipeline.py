@@ -149,7 +149,7 @@ class Pipeline:
         else:
             self._graphs.move_to_end(key)
         # Inputs with an equal key need no further check: their leaves are the graph's inputs.
-        return await (self._scheduler or self.scheduler).submit(graph, leaves, state)
+        return await self.scheduler.submit(graph, leaves, state)
 
     def stream(
         self, batches: Iterable[Any] | AsyncIterable[Any], *, state: State | None = None

@@ -119,8 +119,7 @@ class Runner:
         if loop is None or self.closed or asyncio._get_running_loop() is not loop:
             loop = self.enter()
         for backend in loaded.backends:
-            if backend.closed or backend.origin.forked:
-                backend.check_open()  # which says what is wrong
+            backend.check_open()
         of = loaded.plan.graph.name, loop, self.cancel, self.split_events, len(loaded.splits)
         evaluation = Evaluation(self.n_submitted, *of)
         self.n_submitted += 1
@@ -361,8 +360,7 @@ class Runner:
         run = self._runs.pop(instruction.evaluation)
         if self._recorder is not None and run.times:
             self._recorder.released(run)
-        if run.observation is not None or run.events is not None or run.released is not None:
-            run.release()
+        run.release()
 
     _carry_out: ClassVar[dict[type, Callable[[Runner, Any], Stimulus | None]]] = {
         Admit: _admit,

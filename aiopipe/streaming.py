@@ -42,11 +42,15 @@ def stream_in_order(
     return _in_step(submit, batches, window)
 
 
+def _inputs(batch: Any) -> tuple[Any, ...]:
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
 async def _in_step(submit: Submit, batches: Iterable[Any], window: int) -> AsyncGenerator[Any, None]:
     pending: deque[Evaluation] = deque()
     try:
         for batch in batches:
-            pending.append(await (submit(*batch) if isinstance(batch, tuple) else submit(batch)))
+            pending.append(await submit(*_inputs(batch)))
             if len(pending) >= window:
                 yield await pending.popleft()
         while pending:
@@ -69,7 +73,7 @@ async def _read_ahead(submit: Submit, batches: AsyncIterable[Any], window: int) 
                     batch = await anext(iterator)
                 except StopAsyncIteration:
                     return
-                pending.put_nowait(await (submit(*batch) if isinstance(batch, tuple) else submit(batch)))
+                pending.put_nowait(await submit(*_inputs(batch)))
         finally:
             pending.put_nowait(None)
             if isinstance(iterator, AsyncGenerator):  # other sources (a memory object stream) are the caller's

@@ -207,8 +207,7 @@ class XlaBackend(Backend):
             if kind is _jax.ArrayImpl:
                 if value.sharding is self._sharding:
                     continue  # here already, as what `show` shows
-                # Asking a deleted one anything ends the process up to JAX 0.10.
-                if in_place and not value.is_deleted() and value.platform() == "cpu" and value.is_ready():
+                if in_place and _jax.platform_of(value) == "cpu" and value.is_ready():
                     view = np.asarray(value)
                     if view.nbytes <= self._view_nbytes:
                         out[i] = view
