@@ -384,6 +384,10 @@ async def test_a_loss_is_told_to_everybody_who_waits(remote: Opened) -> None:
                 await evaluation
         with pytest.raises(ap.BackendLostError, match=r"open_backend\('near:cpu:0'\)"):
             await result.fetch()
+        submitted = sched.statistics().submitted
+        with pytest.raises(ap.BackendLostError, match="it burned down"):
+            await sched.graph_compute_async(graph, batch())
+        assert sched.statistics().submitted == submitted  # refused at the door, not by its launch
         with pytest.raises(ap.BackendLostError):
             await remote.backend.synchronize()
 
