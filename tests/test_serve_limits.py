@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -192,8 +193,10 @@ async def test_what_has_begun_ends_and_nobody_new_is_let_in(serve_host: Host) ->
                 with pytest.raises(httpx.ConnectError):
                     async with asyncio.timeout(30):
                         while True:
-                            async with httpx.AsyncClient(base_url=server.url) as late:
-                                await late.get("/health")
+                            # Who connects in the moment of closing is let in by the kernel, and hung up on.
+                            with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                                async with httpx.AsyncClient(base_url=server.url) as late:
+                                    await late.get("/health")
             found = events_of(first + "".join([text async for text in events]))
         assert found[-1] == "[DONE]" and "".join(c["choices"][0]["text"] for c in found[:-1]) == text["text"]
 
