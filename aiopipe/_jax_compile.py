@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._jax_move import WIDE_DTYPES, wide_context
+from ._jax_call import caller
 from ._jax_nans import CHECKS, checking
 from ._jax_settings import Settings, config_context, undisturbed
-from ._jax_types import aval_of, dtype_of, sharding_of
+from ._jax_types import aval_of, sharding_of
 from .devices.base import MemoryStats, Program
 from .graph import Node
 
@@ -109,7 +109,7 @@ def compile_program(
     ops = frozenset().union(*map(_ops_in, program.nodes))
     cost = _cost_analysis(compiled)
     return Compiled(
-        call=checking(_caller(program, compiled, jitted, plain, device), program, device, settings),
+        call=checking(caller(program, compiled, jitted, plain, device), program, device, settings),
         flops=cost.get("flops"),
         bytes_accessed=cost.get("bytes accessed"),
         memory=_memory_stats(compiled),
@@ -118,44 +118,6 @@ def compile_program(
         waits=checked,
         donated=donated,
     )
-
-
-def _caller(
-    program: Program, compiled: Any, jitted: Any, settings: Settings, device: jax.Device
-) -> Callable[..., Sequence[Any]]:
-    """What calls a compiled program. It is called with `undisturbed` settings."""
-    call: Callable[..., Sequence[Any]]
-    if any(t.dtype in _SUB_BYTE_DTYPES for t in program.inputs):
-
-        def call(*args: Any) -> Sequence[Any]:
-            with config_context(settings), jax.default_device(device):
-                outs: Sequence[Any] = jitted(*args)
-            return outs
-
-    elif any(dtype_of(t.dtype) in WIDE_DTYPES for t in program.inputs):
-
-        def call(*args: Any) -> Sequence[Any]:
-            with wide_context(args):
-                return compiled(*args)  # type: ignore[no-any-return]
-
-    else:
-        call = _without_its_frame(compiled)
-
-    return call
-
-
-def _without_its_frame(compiled: Any) -> Callable[..., Sequence[Any]]:
-    """What calling an executable calls: one frame of Python less, which is dear where caches are cold."""
-    try:
-        call = compiled._executable.create_cpp_call(compiled._params)
-    except Exception:  # private: it may fail in any way when it changes
-        call = None
-    return compiled if call is None else call  # type: ignore[no-any-return]  # None: it has callbacks
-
-
-# An executable of JAX 0.10 refuses committed arrays of these ("input layouts that disagree"); the
-# jitted function takes them, and finds the compiled executable in JAX's own cache.
-_SUB_BYTE_DTYPES = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
 
 
 def _usable_donations(program: Program) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -217,21 +216,6 @@ def test_what_is_shown_changes_with_its_memory(device: jax.Device) -> None:
 def test_what_jax_would_copy_is_not_shown(device: jax.Device) -> None:
     assert _jax.show(aligned(np.append(X.ravel(), X.ravel()))[1:], device) is None
     assert _jax.show(np.zeros((0, 3), np.float32), device) is None
-
-
-@pytest.mark.parametrize("broken", [lambda params: None, lambda params: 1 / 0])
-def test_an_executable_is_called_without_jaxs_frame_where_it_can_be(broken: Any) -> None:
-    compiled = jax.jit(lambda x: (x + 1,)).lower(X).compile()
-    call = _jax_compile._without_its_frame(compiled)
-    assert call is not compiled, "JAX no longer has that call"
-    np.testing.assert_array_equal(call(X)[0], X + 1)
-
-    class Changed:
-        _executable = types.SimpleNamespace(create_cpp_call=broken)
-        _params = None
-
-    changed = Changed()
-    assert _jax_compile._without_its_frame(changed) is changed
 
 
 @pytest.mark.parametrize("broken", [None, lambda *args: X, lambda *args: 1 / 0])

@@ -27,7 +27,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("progress_text", "timeline_draw", "timeline_file"),
     ("timeline_plot", "progress_table"),
     ("_jax_move", "_jax_nans", "executable"),
-    ("_arguments", "buffer", "graph_plan", "_jax"),
+    ("_arguments", "buffer", "graph_plan", "_jax", "_jax_call"),
     ("_jaxpr", "_jax_compile", "_specs", "fetch", "tensor_range"),
     ("_jax_cost", "_jax_export", "_jax_lift", "sched.assign_check", "_jax_memory", "tensor_moves", "batch_request"),
     ("tensor_io",),
@@ -73,8 +73,8 @@ CONCURRENCY = frozenset(
     "_thread anyio asyncio concurrent multiprocessing queue selectors signal socket subprocess threading".split()
 )
 TRACING = frozenset(
-    "_arguments _jax _jax_compile _jax_cost _jax_export _jax_lift _jax_memory _jax_move _jax_nans _jax_settings "
-    "_jax_source _jax_types _jaxpr _specs trace".split()
+    "_arguments _jax _jax_call _jax_compile _jax_cost _jax_export _jax_lift _jax_memory _jax_move _jax_nans "
+    "_jax_settings _jax_source _jax_types _jaxpr _specs trace".split()
 )
 PURE = TRACING | set(
     "errors graph graph_builder devices.base batching batch_tally notes progress_text spans timeline_draw "
