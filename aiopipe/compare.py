@@ -156,7 +156,7 @@ async def _goes_on(callback: Callback, difference: NodeDifference, node: Node, x
     return answer is None or bool(answer)  # a callback that only prints returns nothing
 
 
-def _programs(graph: Graph) -> tuple[Program, ...]:
+def _programs(graph: Graph) -> Sequence[Program]:
     """A program for each node."""
     splits = [
         Split(node.index, 0, (node.index,), tuple(dict.fromkeys(node.inputs)), node.outputs, (), (), ())

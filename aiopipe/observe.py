@@ -98,7 +98,7 @@ class Pieces:
             inputs, executable = split.inputs, bound.executable
         else:
             inputs = tuple(dict.fromkeys(t for node in inside for t in node.inputs if t not in made))
-            part = replace(split, nodes=split.nodes[begin:end], inputs=inputs, outputs=outputs)
+            part = split._replace(nodes=split.nodes[begin:end], inputs=inputs, outputs=outputs)
             executable = await self._compile(lower(graph, [part], [()])[0], bound.backend)
         return Piece(inputs, outputs, executable, marker_of(graph.tensors, outputs, {t.id for t in graph.new_state}))
 

@@ -24,6 +24,7 @@ from aiopipe.sched.alloc import (
     memory_limits,
 )
 from aiopipe.sched.plan import Plan, make_plan
+from aiopipe.sched.split import last_uses
 from graphs import Draft, FakeDevice, chain, gpus
 from launching import Launching, random_plan
 
@@ -84,7 +85,7 @@ def test_every_input_is_staged(in_place: bool, last: DeviceType) -> None:
 def donated(plan: Plan) -> list[list[str]]:
     """The names of what each split gives away."""
     props = [device.props for device in plan.devices]
-    taken = donations(plan.graph, plan.splits, props)
+    taken = donations(plan.graph, plan.splits, props, last_uses(plan.splits, len(props) + 1))
     assert taken == tuple(program.donate for program in plan.programs)
     names = [[plan.graph.tensors[t].name for t in split.inputs] for split in plan.splits]
     return [[names[i][position] for position in positions] for i, positions in enumerate(taken)]

@@ -13,8 +13,9 @@ from aiopipe.devices.base import DeviceProps, DeviceType, MemoryStats, Program
 from aiopipe.errors import AllocationError
 from aiopipe.graph import Graph, Kind, Node
 from aiopipe.sched.alloc import BackendSize, backend_sizes, check_memory, donations
+from aiopipe.sched.lower import lower
 from aiopipe.sched.plan import Plan, make_plan, segments_of
-from aiopipe.sched.split import Split
+from aiopipe.sched.split import Split, last_uses
 from graphs import Draft, FakeDevice, FakeOp, chain, gpus, random_graph
 
 
@@ -101,6 +102,55 @@ def test_equal_splits_of_one_backend_share_their_program() -> None:
     assert programs[2] is programs[4] and programs[3] is programs[5]
     assert programs[2] is not programs[3] and programs[2].key == programs[3].key
     assert programs[2].name == "graph_dot_general_2", "the first one's"
+    assert [t.id for t in programs[4].inputs] == [t.id for t in programs[2].inputs], "the first one's"
+
+
+def test_programs_are_a_sequence() -> None:
+    plan = make_plan(graph := chain(3), gpus(3), weights=on(graph, 0, 1, 2))
+    programs = plan.programs
+    assert [p.name for p in programs] == [f"chain_dot_general_{i}" for i in range(3)]
+    assert len(programs) == 3
+    assert programs[-1] is programs[2] is list(programs)[2]
+    assert programs[1:] == (programs[1], programs[2]) and programs[1:][0] is programs[1]
+    with pytest.raises(IndexError):
+        programs[3]
+
+
+def test_a_program_is_made_once_though_two_threads_ask_for_it() -> None:
+    made: list[Program] = []
+    asked = False
+
+    class Asking(tuple[Any, ...]):
+        """Tensors: whoever looks at one is overtaken by another who wants the same program."""
+
+        def __getitem__(self, index: Any) -> Any:
+            nonlocal asked
+            if not asked:
+                asked = True
+                made.append(programs[0])
+            return super().__getitem__(index)
+
+    graph = chain(1)
+    splits = make_plan(graph, gpus(1)).splits
+    programs = lower(graph, splits, [()])
+    object.__setattr__(graph, "tensors", Asking(graph.tensors))
+    assert programs[0] is made[0]
+
+
+def test_a_part_of_a_split_is_lowered_by_itself() -> None:
+    plan = make_plan(graph := chain(4), gpus(2), weights=on(graph, 0, 0, 1, 1))
+    split = plan.splits[1]
+    nodes = [graph.nodes[i] for i in split.nodes]
+    middle = nodes[2].inputs[0]
+    parts = [
+        split._replace(nodes=split.nodes[:2], inputs=split.inputs[:2], outputs=(middle,)),
+        split._replace(nodes=split.nodes[2:], inputs=(middle, split.inputs[2])),
+    ]
+    programs = lower(graph, parts, [(), (0,)])
+    assert [list(p.nodes) for p in programs] == [nodes[:2], nodes[2:]]
+    assert [[t.id for t in p.outputs] for p in programs] == [[middle], list(split.outputs)]
+    (alone,) = lower(graph, parts[1:], [(0,)])
+    assert (list(alone.nodes), alone.donate) == (nodes[2:], (0,))
 
 
 def test_what_nobody_needs_any_more_is_let_go() -> None:
@@ -151,7 +201,7 @@ class TestDonation:
 
     def plan(self, graph: Graph, *backends: int) -> tuple[tuple[int, ...], ...]:
         plan = make_plan(graph, gpus(2), weights=on(graph, *backends))
-        return donations(graph, plan.splits, [*self.PROPS, DeviceProps(DeviceType.CPU, "b")])
+        return donations(graph, plan.splits, [*self.PROPS, DeviceProps(DeviceType.CPU, "b")], last_uses(plan.splits, 4))
 
     def test_a_copy_from_another_backend_is_donated_in_its_last_split(self) -> None:
         assert self.plan(chain(2), 0, 1) == ((), (0,))
@@ -182,7 +232,7 @@ class TestDonation:
         graph = chain(2)
         plan = make_plan(graph, gpus(2), weights=on(graph, 0, 1))
         shared = DeviceProps(DeviceType.CPU, "a", view_nbytes=8)
-        assert donations(graph, plan.splits, [shared] * 3) == ((), ())
+        assert donations(graph, plan.splits, [shared] * 3, last_uses(plan.splits, 4)) == ((), ())
 
 
 def test_equal_layers_have_equal_keys_and_others_do_not() -> None:

@@ -52,34 +52,44 @@ class BackendSize:
         return self.fixed_nbytes + n_copies * self.copy_nbytes
 
 
-def donations(graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps]) -> tuple[tuple[int, ...], ...]:
+def donations(
+    graph: Graph, splits: Sequence[Split], props: Sequence[DeviceProps], last: Mapping[int, int]
+) -> tuple[tuple[int, ...], ...]:
     """For each split the positions of the inputs that its outputs may take over.
 
     State, by its own next value, where no other split reads it. Copies that the scheduler itself made from
     another backend, in the last split that reads them there, each matched with an output of its own shape
     and dtype. A user's input is never donated (it may be the user's own array), nor a value that may be a
     view of its producer's memory (`DeviceProps.view_nbytes`).
+
+    Args:
+        graph: what is evaluated.
+        splits: from `split_graph`.
+        props: of each backend's device.
+        last: from `last_uses` with one more than the backends.
     """
     stride = len(props) + 1
     replaced = _replaced(graph, splits)
-    unseen: set[int] = set()  # copies (tensor on a backend) whose last reader is still to be found
-    for split in splits:
-        for t, src, nbytes in split.brings:
-            if src != HOST and nbytes > props[split.backend].view_nbytes:
-                unseen.add(t * stride + split.backend)
+    later: dict[int, list[int]] = {}  # for splits to come, the copies that nobody reads after them
     result: list[tuple[int, ...]] = []
-    for split in reversed(splits):
-        own: list[int] = []
-        made = set(split.outputs) if replaced else set()
-        state = [i for i, t in enumerate(split.inputs) if replaced.get(t) in made] if replaced else []
-        for position, t in enumerate(split.inputs) if unseen else ():
-            place = t * stride + split.backend
-            if place in unseen:
-                unseen.remove(place)
-                own.append(position)
-        taken = {replaced[split.inputs[position]] for position in state}
-        result.append((*state, *(_matched(graph, split, own, taken) if own else ())))
-    result.reverse()
+    for split in splits:
+        index, here, inputs = split.index, split.backend, split.inputs
+        own = later.pop(index, [])
+        for t, src, nbytes in split.brings:
+            if src != HOST and nbytes > props[here].view_nbytes:
+                reader = last[t * stride + here]
+                if reader == index:
+                    own.append(t)
+                else:
+                    later.setdefault(reader, []).append(t)
+        state: list[int] = []
+        if replaced:
+            made = set(split.outputs)
+            state = [i for i, t in enumerate(inputs) if replaced.get(t) in made]
+        if own:
+            taken = {replaced[inputs[position]] for position in state}
+            state += _matched(graph, split, sorted([inputs.index(t) for t in own]), taken)
+        result.append(tuple(state))
     return tuple(result)
 
 
@@ -103,18 +113,17 @@ def marker_of(tensors: Sequence[Tensor], outputs: Sequence[int], new_state: Cont
     return min(sizes)[1] if sizes else len(outputs)
 
 
-def _matched(graph: Graph, split: Split, own: Sequence[int], taken: Container[int]) -> tuple[int, ...]:
+def _matched(graph: Graph, split: Split, own: Sequence[int], taken: Container[int]) -> list[int]:
     """Those of the positions in a split's inputs that have an output of the same type, each one of its own.
 
     Outputs that are `taken` already are no one's.
     """
     tensors = graph.tensors
-    free: dict[Hashable, int] = {}
+    free: dict[tuple[Hashable, str], int] = {}
     for t in split.outputs:
-        if t in taken:
-            continue
-        kind = tensors[t].shape, tensors[t].dtype
-        free[kind] = free.get(kind, 0) + 1
+        if t not in taken:
+            kind = tensors[t].shape, tensors[t].dtype
+            free[kind] = free.get(kind, 0) + 1
     matched = []
     for position in own:
         tensor = tensors[split.inputs[position]]
@@ -122,7 +131,7 @@ def _matched(graph: Graph, split: Split, own: Sequence[int], taken: Container[in
         if free.get(kind, 0) > 0:
             free[kind] -= 1
             matched.append(position)
-    return tuple(matched)
+    return matched
 
 
 def backend_sizes(
@@ -224,7 +233,8 @@ class _Held:
         self.peak[here] = max(peak, held)
         if len(split.outputs) > 1:  # one alone is the marker, and stays to the end
             self._note_outputs(split)
-        self._let_go(split)
+        if alive:
+            self._let_go(split)
 
     def _is_in_place(self, t: int, here: int) -> bool:
         """Whether an input is read where it was captured."""

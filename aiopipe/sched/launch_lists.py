@@ -48,12 +48,16 @@ class LaunchLists(Sequence[LaunchList]):
 
     def __init__(self, rows: Iterable[Row]) -> None:
         numbers: list[int] = []
-        self._numbers, self._begins = numbers, [0]
+        begins = [0]
         for weights, gather, moves, outputs, frees, marker in rows:
             numbers += (marker, len(weights), len(gather), len(moves), len(outputs))
-            for part in (weights, gather, moves, outputs, frees):
-                numbers += part
-            self._begins.append(len(numbers))
+            numbers += weights
+            numbers += gather
+            numbers += moves
+            numbers += outputs
+            numbers += frees
+            begins.append(len(numbers))
+        self._numbers, self._begins = numbers, begins
 
     @overload
     def __getitem__(self, index: int) -> LaunchList: ...

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, overload
 
 import numpy as np
 
@@ -11,10 +11,10 @@ from ..devices.base import Program
 from ..graph import Graph, Kind, Node, Tensor
 from .split import Split
 
-__all__ = ["lower"]
+__all__ = ["Programs", "lower"]
 
 
-def lower(graph: Graph, splits: Sequence[Split], donate: Sequence[tuple[int, ...]]) -> tuple[Program, ...]:
+def lower(graph: Graph, splits: Sequence[Split], donate: Sequence[tuple[int, ...]]) -> Programs:
     """A program for each split, in order.
 
     Args:
@@ -28,33 +28,91 @@ def lower(graph: Graph, splits: Sequence[Split], donate: Sequence[tuple[int, ...
         tensors of the first of them. One that makes nothing but state returns a token behind it, as something
         to wait for (`alloc.marker_of`).
     """
-    programs: list[Program] = []
-    tensors, nodes = graph.tensors, graph.nodes
     new_state = {t.id for t in graph.new_state}
-    numbers: dict[Hashable, int] = {}  # of the keys, which may be long: each is hashed once, and kept once
-    known: dict[tuple[int, int], Program] = {}  # number of the key, backend -> program
-    keys: list[Hashable] = []
-    for split, donated in zip(splits, donate, strict=True):
-        token = bool(split.outputs) and new_state.issuperset(split.outputs)
-        key = _key(graph, split, donated, token)
-        number = numbers.setdefault(key, len(keys))
-        if number == len(keys):
-            keys.append(key)
-        program = known.get((number, split.backend))
-        if program is None:
-            run = tuple([nodes[i] for i in split.nodes])
-            outputs = tuple([tensors[t] for t in split.outputs])
-            program = known[number, split.backend] = Program(
-                name=f"{graph.name}_{run[0].op}_{split.index}",
-                nodes=(*run, _TOKEN) if token else run,
-                inputs=tuple([tensors[t].valueless() for t in split.inputs]),  # its executable may outlive the graph
-                outputs=(*outputs, _TOKEN_TENSOR) if token else outputs,
-                donate=donated,
-                config=graph.config,
-                key=keys[number],
-            )
-        programs.append(program)
-    return tuple(programs)
+    known: dict[Hashable, int] = {}  # keys, which may be long: each is hashed once, and kept once
+    first: dict[tuple[int, int], int] = {}  # number of the key, backend -> the first split with that program
+    firsts: list[int] = []
+    numbers: list[int] = []
+    for i, (split, donated) in enumerate(zip(splits, donate, strict=True)):
+        token = _has_token(split, new_state) if new_state else False
+        number = known.setdefault(_key(graph, split, donated, token), len(known))
+        numbers.append(number)
+        firsts.append(first.setdefault((number, split.backend), i))
+    return Programs(graph, splits, donate, firsts, numbers, tuple(known))
+
+
+def _has_token(split: Split, new_state: set[int]) -> bool:
+    """Whether a split makes nothing but state."""
+    return bool(split.outputs) and new_state.issuperset(split.outputs)
+
+
+class Programs(Sequence[Program]):
+    """The programs of all splits.
+
+    There may be as many as nodes, and whoever looks at a plan needs none of them: each is made when it is asked for.
+
+    Args:
+        graph: what the splits are runs of.
+        splits: all of them.
+        donate: for each split the positions in its inputs that its outputs may take over.
+        firsts: for each split the position of the first one that has the same program.
+        numbers: for each split the position of its program's key in `keys`.
+        keys: the keys of all programs.
+    """
+
+    __slots__ = ("_donate", "_firsts", "_graph", "_keys", "_made", "_new_state", "_numbers", "_splits")
+
+    def __init__(
+        self,
+        graph: Graph,
+        splits: Sequence[Split],
+        donate: Sequence[tuple[int, ...]],
+        firsts: Sequence[int],
+        numbers: Sequence[int],
+        keys: Sequence[Hashable],
+    ) -> None:
+        self._graph, self._splits, self._donate = graph, splits, donate
+        self._firsts, self._numbers, self._keys = firsts, numbers, keys
+        self._new_state = {t.id for t in graph.new_state}
+        self._made: dict[int, Program] = {}
+
+    @overload
+    def __getitem__(self, index: int) -> Program: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Program, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Program | tuple[Program, ...]:
+        if isinstance(index, slice):
+            return tuple(map(self._of, self._firsts[index]))
+        return self._of(self._firsts[index])
+
+    def __iter__(self) -> Iterator[Program]:
+        return map(self._of, self._firsts)
+
+    def __len__(self) -> int:
+        return len(self._firsts)
+
+    def _of(self, index: int) -> Program:
+        """The program that this split was the first to have."""
+        made = self._made.get(index)
+        return made or self._made.setdefault(index, self._make(index))  # one, also if two threads ask at once
+
+    def _make(self, index: int) -> Program:
+        graph, split = self._graph, self._splits[index]
+        tensors = graph.tensors
+        run = tuple([graph.nodes[i] for i in split.nodes])
+        outputs = tuple([tensors[t] for t in split.outputs])
+        token = _has_token(split, self._new_state)
+        return Program(
+            name=f"{graph.name}_{run[0].op}_{split.index}",
+            nodes=(*run, _TOKEN) if token else run,
+            inputs=tuple([tensors[t].valueless() for t in split.inputs]),  # its executable may outlive the graph
+            outputs=(*outputs, _TOKEN_TENSOR) if token else outputs,
+            donate=self._donate[index],
+            config=graph.config,
+            key=self._keys[self._numbers[index]],
+        )
 
 
 class _Token:

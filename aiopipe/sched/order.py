@@ -138,7 +138,8 @@ def _schedule(runs: Runs) -> list[tuple[int, ...]]:
                 while woken >= 0:
                     (queue if backends[woken] == backend else ready[backends[woken]]).append(woken)
                     woken = behind[woken]
-        rounds.append(tuple(sorted(members)))
+        members.sort()
+        rounds.append(tuple(members))
     return rounds
 
 

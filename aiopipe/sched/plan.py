@@ -9,15 +9,15 @@ that holds it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..devices.base import Device, Program
+from ..devices.base import Device
 from ..graph import Graph, Kind
 from .alloc import BackendSize, backend_sizes, donations, marker_of
 from .assign import Assignment, assign
 from .launch_lists import LaunchList, LaunchLists, Row
-from .lower import lower
+from .lower import Programs, lower
 from .plan_dot import plan_dot
 from .plan_html import plan_html
 from .plan_text import Detail, plan_text
@@ -50,7 +50,8 @@ class Plan:
         devices: in order of priority; a split's backend is an index into it.
         assignment: which backend each tensor got, and why.
         splits: runs of nodes, in the order in which they are launched.
-        programs: what each split compiles to; splits of one backend that are alike share the first one's.
+        programs: what each split compiles to, made when it is asked for; splits of one backend that are alike
+            share the first one's.
         launch_lists: how each split is fed.
         used_inputs: positions in `graph.inputs` that are captured, in environment order.
         n_slots: length of an evaluation's environment.
@@ -67,7 +68,7 @@ class Plan:
     devices: tuple[Device, ...]
     assignment: Assignment = field(repr=False)
     splits: tuple[Split, ...]
-    programs: tuple[Program, ...] = field(repr=False)
+    programs: Programs = field(repr=False)
     launch_lists: LaunchLists = field(repr=False)
     used_inputs: tuple[int, ...]
     n_slots: int
@@ -144,9 +145,9 @@ def make_plan(
     assignment = assign(graph, devices, weights=held, pins=pinned, state=kept, cut=cut, op_offload=op_offload)
     splits = split_graph(graph, assignment)
     props = [device.props for device in devices]
-    donated = donations(graph, splits, props)
-    programs = lower(graph, splits, donated)
     last = last_uses(splits, len(devices) + 1)
+    donated = donations(graph, splits, props, last)
+    programs = lower(graph, splits, donated)
     homes = tuple(assignment.leaf_backends[leaf.id][0] for leaf in graph.state)
     feed = _Feed(graph, splits, assignment, homes, len(devices), last)
     weights_read = tuple(frozenset(held) for held in feed.weights)
@@ -172,7 +173,14 @@ def make_plan(
 
 def _sinks(splits: Sequence[Split], read: Container[int], stride: int) -> tuple[int, ...]:
     """Whoever only uses a copy that a split brought neither waits for its end nor inherits its error."""
-    return tuple([s.index for s in splits if not any(t * stride + s.backend in read for t in s.outputs)])
+    sinks = []
+    for split in splits:
+        for t in split.outputs:
+            if t * stride + split.backend in read:
+                break
+        else:
+            sinks.append(split.index)
+    return tuple(sinks)
 
 
 class _Feed:
@@ -204,7 +212,7 @@ class _Feed:
         for leaf, home in zip(graph.state, homes, strict=True):
             if leaf.id * self._stride + home in last:
                 self._slots[leaf.id * self._stride + home] = len(self._slots)
-        self.launch_lists = LaunchLists(map(self._row, splits))
+        self.launch_lists = LaunchLists(self._rows(splits))
         self.state = self._state(homes)
         self.n_slots = len(self._slots)
         self.results = [(kind, i if kind == "weight" else self._slots[i]) for kind, i in returned]
@@ -244,41 +252,43 @@ class _Feed:
                 self._slots[place] = len(self._slots)
                 self.used_inputs.append(position)
 
-    def _row(self, split: Split) -> Row:
-        index, here, stride, tensors = split.index, split.backend, self._stride, self.graph.tensors
-        slots, last, weight = self._slots, self._last, Kind.WEIGHT
-        held = self.weights[here]
-        weights: list[int] = []
-        gather: list[int] = []
-        moves: list[int] = []
-        outputs: list[int] = []
-        frees: list[int] = []
-        moved: list[int] = []
-        for t, src, _ in split.brings:
-            place = t * stride + src
-            read = slots[place]
-            fill = slots[t * stride + here] = len(slots)
-            moves += (read, fill)
-            if last[place] == index:
-                moved.append(read)
-        for t in split.outputs:
-            slot = slots[t * stride + here] = len(slots)
-            outputs.append(slot)
-        for position, t in enumerate(split.inputs):
-            place = t * stride + here
-            if tensors[t].kind is weight:
-                weights += (position, t)
-                held.add(t)
-            else:
-                slot = slots[place]
-                gather += (position, slot)
+    def _rows(self, splits: Sequence[Split]) -> Iterator[Row]:
+        stride, tensors, slots, last = self._stride, self.graph.tensors, self._slots, self._last
+        weight, new_state = Kind.WEIGHT, self._new_state
+        for split in splits:
+            index, here = split.index, split.backend
+            held = self.weights[here]
+            weights: list[int] = []
+            gather: list[int] = []
+            moves: list[int] = []
+            outputs: list[int] = []
+            frees: list[int] = []
+            moved: list[int] = []
+            for t, src, _ in split.brings:
+                place = t * stride + src
+                read = slots[place]
+                fill = slots[t * stride + here] = len(slots)
+                moves += (read, fill)
                 if last[place] == index:
-                    frees.append(slot)
-        frees += moved
-        marker = 0
-        if len(outputs) > 1 or self._new_state:
-            marker = marker_of(tensors, split.outputs, self._new_state)
-        return weights, gather, moves, outputs, frees, marker
+                    moved.append(read)
+            for t in split.outputs:
+                slot = slots[t * stride + here] = len(slots)
+                outputs.append(slot)
+            for position, t in enumerate(split.inputs):
+                if tensors[t].kind is weight:
+                    weights += (position, t)
+                    held.add(t)
+                else:
+                    place = t * stride + here
+                    slot = slots[place]
+                    gather += (position, slot)
+                    if last[place] == index:
+                        frees.append(slot)
+            frees += moved
+            marker = 0
+            if len(outputs) > 1 or new_state:
+                marker = marker_of(tensors, split.outputs, new_state)
+            yield weights, gather, moves, outputs, frees, marker
 
 
 def feeds_for_lanes(plan: Plan, lane_of: Sequence[int]) -> list[LaunchList]:

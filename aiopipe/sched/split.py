@@ -42,9 +42,10 @@ class Copy(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """A run of nodes on one backend, compiled as one executable.
+
+    A tuple, as there may be as many as nodes: a frozen dataclass takes four times as long to make.
 
     Attributes:
         index: position among the splits; each backend runs its splits in this order.
@@ -63,7 +64,7 @@ class Split:
         recomputed: indices of the nodes that are repeated here instead of being received.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # in place of tuple's method
     backend: int
     nodes: tuple[int, ...]
     inputs: tuple[int, ...]
@@ -306,21 +307,22 @@ def _build(
     flow = _Flow(stride, {t * stride + backend for t, backend in results})
     _follow(graph, runs, rounds, flow, homes)
     nodes, handed_on, run_nodes = graph.nodes, flow.handed_on, runs.node
+    renumbered = run_nodes != list(range(len(run_nodes)))  # else runs are nodes, and one tuple does for both
+    repeats = 1 in runs.again
     splits: list[Split] = []
     for members, inputs, brings, depends in zip(rounds, flow.inputs, flow.brings, flow.depends, strict=True):
         backend = runs.backend[members[0]]
-        here, outputs = [], []
-        for run in members:
-            i = run_nodes[run]
-            here.append(i)
+        here = tuple([run_nodes[run] for run in members]) if renumbered else members
+        outputs = []
+        for i in here:
             for t in nodes[i].outputs:
                 if t * stride + backend in handed_on:
                     outputs.append(t)
         outputs.sort()
         if homes:
             inputs, outputs = _state_first(graph, inputs, outputs)
-        again = tuple([run_nodes[run] for run in members if runs.again[run]])
-        splits.append(Split(len(splits), backend, tuple(here), inputs, tuple(outputs), brings, depends, again))
+        again = tuple([run_nodes[run] for run in members if runs.again[run]]) if repeats else ()
+        splits.append(Split(len(splits), backend, here, inputs, tuple(outputs), brings, depends, again))
     return tuple(splits)
 
 
