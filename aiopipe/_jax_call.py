@@ -17,19 +17,21 @@ from ._jax_types import dtype_of
 from .devices.base import Program
 from .graph import Kind
 
-__all__ = ["MANY", "caller", "taking_many", "without_its_frame"]
+__all__ = ["MANY", "caller", "taking_arrays", "without_its_frame"]
 
 Call = Callable[..., Sequence[Any]]
 
 MANY = 16
-"""From so many inputs on, it pays to see to it that all of them are arrays; see `taking_many`."""
+"""From so many inputs on, it pays to make arrays of those that are not; see `taking_arrays`."""
 
 # An executable of JAX 0.10 refuses committed arrays of these ("input layouts that disagree"); the
 # jitted function takes them, and finds the compiled executable in JAX's own cache.
 _SUB_BYTE_DTYPES = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
 
 
-def caller(program: Program, compiled: Any, jitted: Any, settings: Settings, device: jax.Device) -> Call:
+def caller(
+    program: Program, compiled: Any, jitted: Any, settings: Settings, device: jax.Device, *, in_caller: bool = False
+) -> Call:
     """What calls a compiled program. It is called with `undisturbed` settings.
 
     Args:
@@ -38,6 +40,8 @@ def caller(program: Program, compiled: Any, jitted: Any, settings: Settings, dev
         jitted: the function that it was compiled from.
         settings: that it was compiled under.
         device: that it was compiled for.
+        in_caller: a call computes it. So do those that it gets its inputs from, as a rule: their results are ready
+            and come as views, so NumPy's.
     """
     if any(t.dtype in _SUB_BYTE_DTYPES for t in program.inputs):
 
@@ -57,9 +61,10 @@ def caller(program: Program, compiled: Any, jitted: Any, settings: Settings, dev
         return as_they_are
 
     plain = without_its_frame(compiled)
-    if len(program.inputs) < MANY or plain is compiled or any(t.dtype.startswith("key<") for t in program.inputs):
+    few = len(program.inputs) < MANY
+    if plain is compiled or (few and in_caller) or any(t.dtype.startswith("key<") for t in program.inputs):
         return plain
-    return taking_many(program, compiled, device) or plain
+    return taking_arrays(program, compiled, device, plain if few else None) or plain
 
 
 def without_its_frame(compiled: Any) -> Call:
@@ -71,12 +76,18 @@ def without_its_frame(compiled: Any) -> Call:
     return compiled if call is None else call  # type: ignore[no-any-return]  # None: it has callbacks
 
 
-def taking_many(program: Program, compiled: Any, device: jax.Device) -> Call | None:
+def taking_arrays(program: Program, compiled: Any, device: jax.Device, plain: Call | None = None) -> Call | None:
     """A call that does half as much for each input; None where this version of JAX does not have it.
 
     JAX finds out anew in every call whether it knows the types and places of all inputs. Here they were checked where
     they came in, and the weights are the same in each call, so the runtime is given the arrays at once. (That is what
     JAX's own slower way ends in: `ExecuteReplicated.__call__`.) It looks at places and sizes itself.
+
+    Args:
+        program: what was compiled.
+        compiled: the executable.
+        device: that it was compiled for.
+        plain: takes the call where an input is NumPy's; without it, such an input is made an array.
     """
     try:
         below = compiled._executable.unsafe_call
@@ -96,6 +107,8 @@ def taking_many(program: Program, compiled: Any, device: jax.Device) -> Call | N
         given = [args[i] for i in kept] if dropped else list(args)
         for at in looked_at:
             if type(given[at]) is not ArrayImpl:
+                if plain is not None:
+                    return plain(*args)
                 given[at] = put_one(given[at], device)
         try:
             return execute(given).consume_with_handlers(handlers)  # type: ignore[no-any-return]

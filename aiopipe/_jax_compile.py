@@ -26,6 +26,9 @@ __all__ = ["Compiled", "calls_back", "compile_program", "function_of"]
 CALLBACK_OPS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print", "python_callback"})
 LOOP_OPS = frozenset({"scan", "while"})
 
+INLINE_FLOPS = 1000
+"""XLA's CPU client runs a computation of fewer flops in the caller (`cpu_client.cc`)."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
@@ -40,6 +43,7 @@ class Compiled:
         has_loop: a loop in it makes `flops` an underestimate.
         waits: a call waits for the results, to look at them.
         donated: positions of the inputs that a call really gives up.
+        in_caller: XLA computes it in the thread that calls it, for certain: see `INLINE_FLOPS`.
     """
 
     call: Callable[..., Sequence[Any]] = field(repr=False)
@@ -50,6 +54,7 @@ class Compiled:
     has_loop: bool
     waits: bool = False
     donated: tuple[int, ...] = ()
+    in_caller: bool = False
 
 
 def function_of(program: Program) -> Callable[..., tuple[Any, ...]]:
@@ -108,8 +113,10 @@ def compile_program(
         compiled = lowered.compile()
     ops = frozenset().union(*map(_ops_in, program.nodes))
     cost = _cost_analysis(compiled)
+    in_caller = device.platform == "cpu" and cost.get("flops", INLINE_FLOPS) < INLINE_FLOPS
+    call = caller(program, compiled, jitted, plain, device, in_caller=in_caller)
     return Compiled(
-        call=checking(caller(program, compiled, jitted, plain, device), program, device, settings),
+        call=checking(call, program, device, settings),
         flops=cost.get("flops"),
         bytes_accessed=cost.get("bytes accessed"),
         memory=_memory_stats(compiled),
@@ -117,6 +124,7 @@ def compile_program(
         has_loop=bool(ops & LOOP_OPS),
         waits=checked,
         donated=donated,
+        in_caller=in_caller,
     )
 
 

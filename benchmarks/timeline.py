@@ -1,6 +1,6 @@
 """What recording a timeline costs: the same pipeline with and without ``timeline=True``, streamed.
 
-    python benchmarks/timeline.py [--devices cpu:0,cpu:1] [--kinds tiny,medium] [--repetitions 60]
+    python benchmarks/timeline.py [--devices cpu:0,cpu:1] [--kinds tiny,medium] [--repetitions 180]
 
 Ratios of time per evaluation, recorded over not recorded; 1.0 means that recording costs nothing. Several pairs of
 pipelines are made, as where the memory of one happens to lie matters as much as what is measured. Then how long it
@@ -26,7 +26,7 @@ import aiopipe as ap
 EVALUATIONS = {"tiny": 500, "one-core": 40, "medium": 12}
 """In one run: some 40 ms."""
 
-PAIRS = 4
+PAIRS = 12
 
 
 async def measure(kind: str, specs: list[str], repetitions: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 
 import aiopipe as ap
 from aiopipe import _jax_call, _jax_compile
-from aiopipe._jax_types import aval_of
+from aiopipe._jax_types import aval_of, dtype_of
 from aiopipe.devices.base import Program
 from aiopipe.graph import Graph
 from aiopipe.trace import trace
@@ -52,7 +52,7 @@ def compiled_of(
 def many_of(fn: Callable[..., Any], device: jax.Device, *leaves: Any, donate: tuple[int, ...] = ()) -> Any:
     """The call of a program with many inputs."""
     made, compiled = compiled_of(fn, device, *leaves, donate=donate)
-    call = _jax_call.taking_many(made, compiled, device)
+    call = _jax_call.taking_arrays(made, compiled, device)
     assert call is not None, "JAX no longer has that call"
     return call
 
@@ -123,7 +123,7 @@ def test_what_the_runtime_says_is_passed_on(device: jax.Device) -> None:
     private = types.SimpleNamespace(
         unsafe_call=compiled._executable.unsafe_call, xla_executable=types.SimpleNamespace(execute_sharded=full)
     )
-    call = _jax_call.taking_many(made, types.SimpleNamespace(_executable=private), device)
+    call = _jax_call.taking_arrays(made, types.SimpleNamespace(_executable=private), device)
     assert call is not None
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         call(X, *jax.device_put(WEIGHTS, device))
@@ -134,9 +134,9 @@ def test_other_executables_are_called_as_a_whole(device: jax.Device) -> None:
         return jax.pure_callback(lambda x: x + 1, jax.ShapeDtypeStruct((8,), np.float32), sum(weights) + x)
 
     made, compiled = compiled_of(told, device, WEIGHTS, X)
-    assert _jax_call.taking_many(made, compiled, device) is None  # it calls back
+    assert _jax_call.taking_arrays(made, compiled, device) is None  # it calls back
     assert _jax_call.caller(made, compiled, None, (), device) is compiled
-    assert _jax_call.taking_many(made, types.SimpleNamespace(), device) is None  # a JAX without all of that
+    assert _jax_call.taking_arrays(made, types.SimpleNamespace(), device) is None  # a JAX without all of that
 
     keys = list(jax.random.split(jax.random.key(0), N))
     made, compiled = compiled_of(lambda w, x: [jax.random.bits(k) + x for k in w], device, keys, np.uint32(1))
@@ -145,11 +145,43 @@ def test_other_executables_are_called_as_a_whole(device: jax.Device) -> None:
 
 
 @pytest.mark.parametrize("n", [N - 2, N - 1])
-def test_from_how_many_inputs_on(n: int, device: jax.Device) -> None:
+def test_what_the_caller_computes_is_called_in_jaxs_way_unless_it_has_many_inputs(n: int, device: jax.Device) -> None:
     made, compiled = compiled_of(total, device, WEIGHTS[:n], X)
-    many = _jax_call.caller(made, compiled, None, (), device)
-    assert isinstance(many, types.FunctionType) is (n + 1 >= N)
-    np.testing.assert_array_equal(many(X, *jax.device_put(WEIGHTS[:n], device))[0], total(WEIGHTS[:n], X)[0])
+    call = _jax_call.caller(made, compiled, None, (), device, in_caller=True)
+    assert isinstance(call, types.FunctionType) is (n + 1 >= N)
+    np.testing.assert_array_equal(call(X, *jax.device_put(WEIGHTS[:n], device))[0], total(WEIGHTS[:n], X)[0])
+
+
+@pytest.mark.parametrize("as_numpy", [True, False])
+def test_few_inputs_are_given_to_the_runtime_if_they_are_arrays(as_numpy: bool, device: jax.Device) -> None:
+    made, compiled = compiled_of(total, device, WEIGHTS[:2], X)
+    plain: list[Any] = []
+    call = _jax_call.taking_arrays(made, compiled, device, lambda *args: plain.append(args) or compiled(*args))
+    assert call is not None
+    out, _ = call(X if as_numpy else jax.device_put(X, device), *jax.device_put(WEIGHTS[:2], device))
+    np.testing.assert_array_equal(out, total(WEIGHTS[:2], X)[0])
+    assert len(plain) == as_numpy
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "bool", "float8_e4m3fn", "complex64", "uint8"])
+def test_types(dtype: str, device: jax.Device) -> None:
+    value = jnp.ones(64, dtype_of(dtype))
+    made, compiled = compiled_of(lambda w, x: (x == x, x, x * x), device, (), value)
+    call = _jax_call.taking_arrays(made, compiled, device)
+    assert call is not None
+    for got, want in zip(call(jax.device_put(value, device)), compiled(jax.device_put(value, device)), strict=True):
+        assert (got.dtype, got.shape, got.weak_type, got.sharding, got.committed) == (
+            want.dtype, want.shape, want.weak_type, want.sharding, want.committed,
+        )  # fmt: skip
+        np.testing.assert_array_equal(got, want)
+
+
+def test_nothing_goes_in(device: jax.Device) -> None:
+    graph = trace(lambda w: jnp.arange(8) * 2, ())
+    compiled = _jax_compile.compile_program(program(graph), device)
+    [out] = compiled.call()
+    np.testing.assert_array_equal(out, np.arange(8) * 2)
+    assert out.devices() == {device}
 
 
 async def test_many_weights_in_a_pipeline() -> None:

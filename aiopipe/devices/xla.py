@@ -31,9 +31,6 @@ VIEW_NBYTES = 1 << 20
 _LOWERING = _threads.Lock()
 """One thread lowers at a time: it holds the GIL anyway, and each one more makes the event loop wait longer."""
 
-INLINE_FLOPS = 1000
-"""XLA's CPU client runs a computation of fewer flops in the caller (`cpu_client.cc`)."""
-
 INLINE_NBYTES = 1 << 17
 """A computation that XLA runs in the caller may touch this much memory and still count as instant."""
 
@@ -176,7 +173,7 @@ class XlaBackend(Backend):
             call=compiled.call,
             memory=compiled.memory,
             blocks=_can_block(program, compiled, self.device.props.type),
-            instant=_runs_in_caller(compiled, self.device.props.type),
+            instant=compiled.in_caller,
             launch_s=8e-6 + 4e-7 * len(program.inputs) + min(compiled.bytes_accessed or 0.0, INLINE_NBYTES) / 5e9,
         )
 
@@ -341,21 +338,16 @@ def _can_block(program: Program, compiled: _jax_compile.Compiled, kind: DeviceTy
     """Whether launching may hold up the caller.
 
     Host callbacks do, everywhere, and so does looking at the results. The CPU client runs what it counts as fewer than
-    `INLINE_FLOPS` flops in the caller, whatever it costs: transcendentals, gathers and all but one
+    `_jax_compile.INLINE_FLOPS` flops in the caller, whatever it costs: transcendentals, gathers and all but one
     round of a loop count nothing.
     """
     if compiled.has_callback or compiled.waits:
         return True
-    if kind is not DeviceType.CPU or not (compiled.flops is None or _runs_in_caller(compiled, kind)):
+    if kind is not DeviceType.CPU or not (compiled.flops is None or compiled.in_caller):
         return False
     if compiled.has_loop or any(node.op in _SLOW_OPS for node in program.nodes):
         return True
     return (compiled.bytes_accessed or 0.0) > INLINE_NBYTES
-
-
-def _runs_in_caller(compiled: _jax_compile.Compiled, kind: DeviceType) -> bool:
-    """Whether XLA runs it in the caller for certain: see `INLINE_FLOPS`."""
-    return kind is DeviceType.CPU and compiled.flops is not None and compiled.flops < INLINE_FLOPS
 
 
 def _wait(values: Sequence[Any]) -> BaseException | None:
