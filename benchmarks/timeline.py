@@ -85,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="cpu:0,cpu:1")
     parser.add_argument("--kinds", default="tiny,medium", help=f"of {', '.join(EVALUATIONS)} (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=60)
+    parser.add_argument("--repetitions", type=int, default=180)
     args = parser.parse_args()
     specs = args.devices.split(",")
     start_jax(specs)
