@@ -213,6 +213,15 @@ async def test_leaving_early_frees_the_row(small: Any) -> None:
         assert first.finish_reason == "left" and first.n_tokens < 100
 
 
+async def test_whoever_reads_a_text_hears_of_its_end(small: Any) -> None:
+    async with Generator(*small, devices=devices(1), rows=1, groups=1, n_ctx=64, chunk=8) as gen:
+        alone = await ids_of(gen.submit([1, 2, 3], max_tokens=8))
+        stream = gen.submit([1, 2, 3], max_tokens=8)
+        shares = await asyncio.gather(*[asyncio.create_task(ids_of(stream)) for _ in range(3)])
+        assert sorted(token for share in shares for token in share) == sorted(alone)
+        assert await ids_of(stream) == []
+
+
 async def test_who_leaves_while_waiting_is_gone_at_once(small: Any) -> None:
     async with Generator(*small, devices=devices(1), rows=1, groups=1, n_ctx=128, chunk=8) as gen:
         first = gen.submit([1, 2, 3], max_tokens=100)

@@ -105,6 +105,16 @@ def test_equal_splits_of_one_backend_share_their_program() -> None:
     assert [t.id for t in programs[4].inputs] == [t.id for t in programs[2].inputs], "the first one's"
 
 
+def test_splits_that_return_another_result_of_the_same_node_are_not_alike() -> None:
+    b = Draft()
+    h = b.x()
+    for wanted in (0, 1, 1, 0, 0):
+        h = b.node("top_k", [h, b.w()], [((8,), "int8", 8)] * 2, fn=FakeOp("top_k"))[wanted]
+    graph = b.build([h])
+    keys = [p.key for p in make_plan(graph, gpus(2), weights=on(graph, 0, 1, 0, 1, 0)).programs]
+    assert keys[1] == keys[2] != keys[3] == keys[4]
+
+
 def test_programs_are_a_sequence() -> None:
     plan = make_plan(graph := chain(3), gpus(3), weights=on(graph, 0, 1, 2))
     programs = plan.programs
@@ -227,6 +237,18 @@ class TestDonation:
         donated = [[plan.splits[i].inputs[p] for p in positions] for i, positions in enumerate(result)]
         assert [h in d for d in donated] == [False, False, False, True] or donated[-1] == [back]
         assert h not in donated[1]
+
+    def test_but_by_its_last_reader_though_another_split_brought_it(self) -> None:
+        b = Draft()
+        h = b.op("dot_general", b.x(), b.w("w0"))
+        first = b.op("dot_general", h, b.w("w1"))
+        other = b.op("dot_general", first, b.w("w2"), nbytes=16)  # of another type than what comes of it
+        again = b.op("dot_general", other, h, b.w("w3"))
+        graph = b.build([first, again])
+        plan = make_plan(graph, gpus(2), weights=on(graph, 0, 1, 0, 1))
+        assert [[t for t, *_ in split.brings] for split in plan.splits] == [[0], [h], [first], [other]]
+        donated = [[plan.splits[i].inputs[p] for p in ps] for i, ps in enumerate(self.plan(graph, 0, 1, 0, 1))]
+        assert donated == [[], [], [], [h]]
 
     def test_nor_a_value_that_may_be_a_view(self) -> None:
         graph = chain(2)

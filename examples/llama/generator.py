@@ -44,7 +44,8 @@ class Counts:
 class Stream:
     """A text that is being written: ``async for token in stream``. Dropping it, or `cancel`, gives its row to others.
 
-    However slowly it is read, nothing else waits for it.
+    However slowly it is read, nothing else waits for it. If several tasks read it, each token goes to one of them, and
+    all of them hear of its end, or of the error that ended it.
 
     Attributes:
         prompt_tokens: how many tokens the prompt has.
@@ -83,10 +84,9 @@ class Stream:
 
     async def __anext__(self) -> int:
         request = self._request
-        if request.reason is not None and request.tokens.empty():
-            raise StopAsyncIteration
         token = await request.tokens.get()
         if token is END:
+            request.tokens.put_nowait(END)  # for whoever else reads it, or asks again
             if request.error is not None:
                 raise request.error
             raise StopAsyncIteration
