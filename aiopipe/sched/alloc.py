@@ -70,25 +70,25 @@ def donations(
     """
     stride = len(props) + 1
     replaced = _replaced(graph, splits)
-    later: dict[int, list[int]] = {}  # for splits to come, the copies that nobody reads after them
+    later: dict[int, set[int]] = {}  # for splits to come, the copies that nobody reads after them
     result: list[tuple[int, ...]] = []
     for split in splits:
         index, here, inputs = split.index, split.backend, split.inputs
-        own = later.pop(index, [])
+        own = later.pop(index, set())
         for t, src, nbytes in split.brings:
             if src != HOST and nbytes > props[here].view_nbytes:
                 reader = last[t * stride + here]
                 if reader == index:
-                    own.append(t)
+                    own.add(t)
                 else:
-                    later.setdefault(reader, []).append(t)
+                    later.setdefault(reader, set()).add(t)
         state: list[int] = []
         if replaced:
             made = set(split.outputs)
             state = [i for i, t in enumerate(inputs) if replaced.get(t) in made]
         if own:
             taken = {replaced[inputs[position]] for position in state}
-            state += _matched(graph, split, sorted([inputs.index(t) for t in own]), taken)
+            state += _matched(graph, split, [i for i, t in enumerate(inputs) if t in own], taken)
         result.append(tuple(state))
     return tuple(result)
 
