@@ -235,9 +235,13 @@ class Plans:
         devices = [backend.device for backend in self._backends]
         held = weights_held(graph, self._backends)
         (pins, cut, state), offload = self._decided(graph), self._op_offload
-        return await in_thread(
-            lambda: make_plan(graph, devices, weights=held, pins=pins, state=state, cut=cut, op_offload=offload), "plan"
-        )
+
+        def plan() -> Plan:
+            made = make_plan(graph, devices, weights=held, pins=pins, state=state, cut=cut, op_offload=offload)
+            tuple(made.programs)  # loading asks for all of them, on the event loop: they are made here
+            return made
+
+        return await in_thread(plan, "plan")
 
     def _decided(self, graph: Graph) -> tuple[dict[int, int] | None, Sequence[int] | None, Mapping[int, int] | None]:
         """What a plan must heed: pins, the cut, and where the state is."""
