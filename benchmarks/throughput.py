@@ -44,23 +44,20 @@ async def measure(
             async for _ in pipe.stream(itertools.repeat(x, evaluations)):
                 pass
 
-        runs = {"loop": loop, "stream": stream} | ({"serial": serial} if kind == "one-core" else {})
+        runs = {"loop": loop, "stream": stream}
+        if kind == "one-core":
+            runs["serial"] = serial
         times = await interleaved(runs, repetitions, evaluations)
-    over_serial = (
-        {
-            "speedup_over_serial": round(1 / ratio(times, "stream", "serial"), 3),
-            "loop_over_serial": round(1 / ratio(times, "loop", "serial"), 3),
-        }
-        if "serial" in times
-        else {}
-    )
-    return {
+    result = {
         "stages": kind,
         "devices": len(specs),
         "speedup_over_loop": round(1 / ratio(times, "stream", "loop"), 3),
-        **over_serial,
         "ms_per_evaluation": {name: round(statistics.median(t) * 1e3, 3) for name, t in times.items()},
     }
+    if "serial" in runs:
+        result["speedup_over_serial"] = round(1 / ratio(times, "stream", "serial"), 3)
+        result["loop_over_serial"] = round(1 / ratio(times, "loop", "serial"), 3)
+    return result
 
 
 def in_its_own_process(n_devices: int) -> list[dict[str, Any]]:
