@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from . import _threads
 from ._jax_types import dtype_name, dtype_of, nbytes_of
 from .devices.base import BufferType, BufferUsage, Device
 from .errors import AllocationError, TensorError
@@ -78,6 +79,7 @@ class Buffer:
     __slots__ = (
         "__weakref__",
         "_freed",
+        "_lock",
         "_parts",
         "_value",
         "_watchers",
@@ -116,6 +118,7 @@ class Buffer:
         # Weak: a tensor that nobody has any more shall not keep its value alive until the region goes.
         self._parts: list[weakref.ref[Buffer]] = []
         self._watchers: list[weakref.WeakMethod[Callable[[Buffer], None]]] = []
+        self._lock = _threads.Lock()
         if parent is None and borrowed is None:
             backend.memory.add(self)
 
@@ -138,13 +141,18 @@ class Buffer:
             if call is not None:
                 call(self)
 
+    def array_id(self) -> int:
+        """Equal for two buffers that hold one array; of the buffer itself where it holds none."""
+        return id(self if self._value is None or self.freed else self._value)
+
     def watch(self, changed: Callable[[Buffer], None]) -> None:
         """Call a bound method, for as long as its object lives, with the buffer when its value has been replaced.
 
         On the thread that replaced it, so on a lane of the backend.
         """
-        self._watchers = [watcher for watcher in self._watchers if watcher() is not None]
-        self._watchers.append(weakref.WeakMethod(changed))
+        with self._lock:  # two plans that are loaded at the same time
+            living = [watcher for watcher in self._watchers if watcher() is not None]
+            self._watchers = [*living, weakref.WeakMethod(changed)]
 
     @property
     def freed(self) -> bool:

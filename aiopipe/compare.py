@@ -17,7 +17,7 @@ from .comparison import Comparison, NodeDifference, array_difference
 from .devices.base import Program
 from .errors import AiopipeError, EvaluationError, PlacementError, TensorError
 from .graph import Graph, Node, Tensor
-from .loader import source_value
+from .live_weights import source_value
 from .placement import upload_weight
 from .sched.lower import lower
 from .sched.split import Split

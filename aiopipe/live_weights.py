@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from . import _threads
 from .backend import Backend
 from .buffer import Buffer, View, held_value
 from .graph import Tensor
 
-__all__ = ["LiveWeights", "held_by", "source_buffer", "source_value", "weight_key"]
+__all__ = ["LiveWeights", "held_by", "source_buffer", "source_value"]
 
 
 def held_by(tensor: Tensor, backends: Sequence[Backend]) -> tuple[int, ...]:
@@ -37,14 +38,6 @@ def source_value(tensor: Tensor, backend: Backend) -> Any:
     return tensor.given()
 
 
-def weight_key(tensor: Tensor, backend: Backend) -> Hashable:
-    """Equal for weights that are one array; also where they have no value yet."""
-    buffer = source_buffer(tensor, backend)
-    if buffer is None:
-        return id(tensor.source)
-    return id(buffer) if buffer.freed or buffer.value is None else id(buffer.value)
-
-
 def _in_place(buffer: Buffer, backend: Backend) -> bool:
     """Whether a backend's operations read a buffer in place: it is its own, and of no other memory."""
     return buffer.backend is backend and backend.supports_buffer_type(buffer.buffer_type)
@@ -61,8 +54,9 @@ class LiveWeights:
     """
 
     def __init__(self, weights: Sequence[Sequence[Tensor]], backends: Sequence[Backend]) -> None:
+        self._lock = _threads.Lock()  # weights are set on lanes, and bound wherever their plan is loaded
         self._places: dict[int, list[tuple[Tensor, Backend, Any, Any]]] = {}
-        self._early: list[Buffer] = []
+        self._early: list[Buffer] | None = []  # set before anything was bound
         read = [source_buffer(t, backend) for held, backend in zip(weights, backends, strict=True) for t in held]
         for buffer in {id(buffer): buffer for buffer in read if buffer is not None}.values():
             buffer.watch(self._renew)
@@ -70,18 +64,26 @@ class LiveWeights:
     def bind(self, places: Sequence[tuple[Tensor, Backend, Any, Any]]) -> None:
         """Have ``container[key]`` follow the value of a tensor on a backend, for each of ``(tensor, backend,
         container, key)``. What was set since this object was made counts."""
-        for tensor, backend, container, key in places:
-            buffer = source_buffer(tensor, backend)
-            if buffer is not None:
-                self._places.setdefault(id(buffer), []).append((tensor, backend, container, key))
-        for buffer in self._early:
-            self._renew(buffer)
+        with self._lock:
+            for tensor, backend, container, key in places:
+                buffer = source_buffer(tensor, backend)
+                if buffer is not None:
+                    self._places.setdefault(id(buffer), []).append((tensor, backend, container, key))
+            early, self._early = self._early, None
+            for buffer in early or ():
+                self._put(buffer)
 
     def _renew(self, buffer: Buffer) -> None:
         """On a lane of the buffer's backend."""
+        with self._lock:
+            if self._early is None:
+                self._put(buffer)
+            else:
+                self._early.append(buffer)
+
+    def _put(self, buffer: Buffer) -> None:
         places = self._places.get(id(buffer))
         if places is None:
-            self._early.append(buffer)
             return
         value = buffer.value
         moved: dict[str, Any] = {}

@@ -26,7 +26,7 @@ from .devices.base import BufferUsage, NodeFailure, Program
 from .errors import AiopipeError, EvaluationAborted, EvaluationError
 from .graph import Node, Tensor
 from .lane_pool import LanePool
-from .loader import Loaded
+from .loaded import Loaded
 from .recorder import Recorder
 from .run import Run
 from .sched.alloc import marker_of

@@ -16,7 +16,8 @@ from .backend import Backend, Lane
 from .devices.base import BufferType
 from .errors import BackendClosedError, ReplanError
 from .graph import Graph, PerGraph
-from .loader import Loaded, Loader, Prepared, beside, weights_held
+from .loaded import Candidate, Loaded, Prepared, beside, weights_held
+from .loader import Loader
 from .runner import Runner
 from .sched.alloc import BackendSize, check_buffers, check_memory, largest_n_copies
 from .sched.plan import Plan, make_plan
@@ -157,7 +158,7 @@ class Plans:
             self._runner.enter()
             prepared = await self._prepare(graph)
             known = prepared.plan
-            self._adopt(known)
+            self._adopt(prepared)
         return known
 
     async def load(self, graph: Graph) -> Loaded:
@@ -190,7 +191,7 @@ class Plans:
         loaded = self._loaded.values()
         if not loaded:
             return [BackendSize() for _ in self._backends]
-        return beside(loaded[0].plan.sizes, loaded[0].plan, self._backends, loaded, self.state_nbytes())
+        return beside(loaded[0], loaded, self.state_nbytes())
 
     async def _load(self, graph: Graph) -> Loaded:
         if self._one_at_a_time is None:
@@ -199,8 +200,8 @@ class Plans:
             decided = self._decided(graph)
             prepared = self._reserved.get(graph) or await self._prepare(graph)
             async with self._one_at_a_time:  # what is checked must hold until it is in place
-                self._check(prepared.plan)
-                self._adopt(prepared.plan)
+                self._check(prepared)
+                self._adopt(prepared)
                 if self._runner.state.in_flight > self._runner.state.n_copies:
                     await self._runner.synchronize()  # slots that went away give their memory back first
                 self._loader.slots.trim(self._runner.state.n_copies)
@@ -223,43 +224,42 @@ class Plans:
                 self._reserved.put(graph, prepared)
                 return prepared
 
-    async def _compiled(self, plan: Plan) -> Prepared:
+    async def _compiled(self, candidate: Candidate) -> Prepared:
         # How many copies fit is known only with the compilers' temporaries, and a wrong number would be
         # worse than none. What cannot fit at all need not be compiled.
-        self._check(plan, n_copies=1)
-        prepared = await self._loader.prepare(plan, self._backends)
-        self._check(prepared.plan)
+        self._check(candidate, n_copies=1)
+        prepared = await self._loader.prepare(candidate, self._backends)
+        self._check(prepared)
         return prepared
 
-    async def _plan(self, graph: Graph) -> Plan:
+    async def _plan(self, graph: Graph) -> Candidate:
         devices = [backend.device for backend in self._backends]
-        held = weights_held(graph, self._backends)
         (pins, cut, state), offload = self._decided(graph), self._op_offload
 
-        def plan() -> Plan:
-            made = make_plan(graph, devices, weights=held, pins=pins, state=state, cut=cut, op_offload=offload)
-            tuple(made.programs)  # loading asks for all of them, on the event loop: they are made here
-            return made
+        def make() -> Candidate:
+            held = weights_held(graph, self._backends)
+            plan = make_plan(graph, devices, weights=held, pins=pins, state=state, cut=cut, op_offload=offload)
+            check_buffers(plan.graph, plan.splits, self._names, self._max_nbytes)
+            return Candidate(plan, self._backends)
 
-        return await in_thread(plan, "plan")
+        return await in_thread(make, "plan")
 
     def _decided(self, graph: Graph) -> tuple[dict[int, int] | None, Sequence[int] | None, Mapping[int, int] | None]:
         """What a plan must heed: pins, the cut, and where the state is."""
         return self.pins.get(graph), self.cuts.get(graph), self._state_homes.get(graph)
 
-    def _check(self, plan: Plan, n_copies: int | None = None) -> None:
+    def _check(self, candidate: Candidate | Prepared, n_copies: int | None = None) -> None:
         """Raise `AllocationError` where a plan does not fit, with so many copies, beside those that can run."""
-        check_buffers(plan.graph, plan.splits, self._names, self._max_nbytes)
-        sizes = beside(plan.sizes, plan, self._backends, self._loaded.values(), self.state_nbytes())
+        sizes = beside(candidate, self._loaded.values(), self.state_nbytes())
         n_copies = n_copies or self._runner.state.n_copies
         if self._auto:
             n_copies = largest_n_copies(sizes, self._limits, n_copies) or n_copies
         check_memory(sizes, self._names, self._limits, n_copies)
 
-    def _adopt(self, plan: Plan) -> None:
+    def _adopt(self, prepared: Prepared) -> None:
         """With ``n_copies="auto"``, have no more slots than fit."""
         if self._auto:
-            sizes = beside(plan.sizes, plan, self._backends, self._loaded.values(), self.state_nbytes())
+            sizes = beside(prepared, self._loaded.values(), self.state_nbytes())
             state = self._runner.state
             state.shrink(max(1, largest_n_copies(sizes, self._limits, state.n_copies)))
 

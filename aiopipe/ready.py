@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .graph import Graph
-from .loader import Loaded
+from .loaded import Loaded
 from .plans import Plans
 from .sched.plan import Plan
 from .state import State, check_state

@@ -17,7 +17,7 @@ from typing import Any
 
 from .backend import Backend, Told
 from .completion import Post
-from .loader import Loaded
+from .loaded import Loaded
 from .notes import (
     ADMITTED,
     CAPTURED,

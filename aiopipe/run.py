@@ -12,7 +12,7 @@ from .completion import Post, failure
 from .errors import StateError
 from .evaluation import Evaluation
 from .events import Event
-from .loader import Loaded
+from .loaded import Loaded
 from .sched.launch import BoundSplit, Clock, Environment, launch_splits
 from .state import State
 

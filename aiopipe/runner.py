@@ -19,7 +19,7 @@ from .errors import BackendClosedError, EvaluationAborted
 from .evaluation import Evaluation
 from .events import Event
 from .lane_pool import LanePool
-from .loader import Loaded
+from .loaded import Loaded
 from .mailbox import Mailbox
 from .observe import EvalCallback, Observation, Pieces
 from .recorder import Recorder

@@ -15,7 +15,7 @@ from ._threads import in_thread
 from .backend import Backend
 from .errors import AllocationError, StateError
 from .graph import Graph, Tensor
-from .loader import Loaded
+from .loaded import Loaded
 from .plans import Plans
 from .runner import Runner
 from .state import State

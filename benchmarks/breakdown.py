@@ -23,7 +23,7 @@ from _common import WINDOW, finish, hand_written, make_model, progress, start_ja
 import aiopipe as ap
 from aiopipe import run, runner
 from aiopipe.devices.xla import XlaBackend
-from aiopipe.loader import Loaded
+from aiopipe.loaded import Loaded
 from aiopipe.mailbox import Mailbox
 from aiopipe.sched.state import RunState
 

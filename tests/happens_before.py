@@ -33,7 +33,7 @@ import pytest
 
 import aiopipe.run
 from aiopipe.backend import Backend
-from aiopipe.loader import Loaded
+from aiopipe.loaded import Loaded
 from aiopipe.sched.launch import Environment
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import aiopipe as ap
 from aiopipe.buffer import backing
 from aiopipe.devices.sim import Cluster
+from aiopipe.live_weights import LiveWeights
 from models import batch
 
 
@@ -465,3 +467,27 @@ class TestWeights:
                     y = await sched.graph_compute(graph, np.ones(4, np.float32))
                     assert np.asarray(y).tolist() == [scale, 2 * scale, 3 * scale, 4 * scale]
                 assert sched.get_tensor_backend(graph, graph.outputs[0]) is abacus
+
+    async def test_a_weight_that_is_set_while_its_plan_is_being_bound(self, backend: ap.Backend) -> None:
+        """Plans are bound in a thread, weights are set on a lane: every place has the new value."""
+        w = backend.alloc_buffer(256, usage=ap.BufferUsage.WEIGHTS).alloc((8,), "float32", "w")
+        await backend.tensor_set(w, np.zeros(8, np.float32))
+        (buffer,) = w.buffers
+        old, new = buffer.value, backend.upload(np.ones(8, np.float32), w)
+        live = LiveWeights([[w]], [backend])
+        operands = [old, old, old]
+        setting = threading.Thread(target=setattr, args=(buffer, "value", new))
+
+        class Places(Sequence[Any]):
+            def __len__(self) -> int:
+                return len(operands)
+
+            def __getitem__(self, i: Any) -> Any:
+                if i == 1:  # the first place is bound already
+                    setting.start()
+                    setting.join(0.2)  # to its end, unless it has to wait
+                return w, backend, operands, range(len(operands))[i]
+
+        live.bind(Places())
+        setting.join()
+        assert all(operand is new for operand in operands)

@@ -21,7 +21,7 @@ from aiopipe.completion import unfinished
 from aiopipe.devices.sim import HostOp
 from aiopipe.graph import Graph
 from aiopipe.graph_builder import GraphBuilder
-from aiopipe.loader import Loaded
+from aiopipe.loaded import Loaded
 from hanging import Later
 from models import assert_close, batch, mlp, mlp_params, oracle
 from simgraphs import SPEC, array, assert_equal, chain, settled, step, unsplit

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ..devices.sim import Cluster
 from ..errors import AiopipeError, AllocationError, PlacementError
 from ..graph import Graph, Kind
+from ..loaded import Candidate
 from ..loader import Loader
 from ..sched.alloc import check_memory, largest_n_copies
 from ..sched.partition import partition
@@ -139,7 +140,7 @@ def _homes(graph: Graph, place: Mapping[str, str], names: Sequence[str]) -> dict
 async def _compiled(plan: Plan, hardware: Hardware) -> Plan:
     with Progress() as progress:
         loader = Loader(lambda done, total: progress.step("compiling", done, total))
-        return (await loader.prepare(plan, hardware.backends)).plan
+        return (await loader.prepare(Candidate(plan, hardware.backends), hardware.backends)).plan
 
 
 async def _closed(hardware: Hardware) -> None:
