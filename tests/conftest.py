@@ -61,6 +61,12 @@ def device_specs() -> list[str]:
 
 
 @pytest.fixture
+def device() -> jax.Device:
+    """Not the default one."""
+    return jax.devices("cpu")[-1]
+
+
+@pytest.fixture
 def happens_before() -> Iterator[Any]:
     """Says of the devices that it watches, at the latest at the end, what was not ordered: see `happens_before.py`."""
     from happens_before import HappensBefore

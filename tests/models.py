@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from aiopipe.devices.base import Program
+from aiopipe.graph import Graph
+
 
 def mlp(params: list[Any], x: Any) -> Any:
     """``x`` (batch, d) through one tanh layer for each matrix (d, d)."""
@@ -36,3 +39,8 @@ def assert_close(got: Any, want: Any, tol: float = 1e-5) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tol, atol=tol)
+
+
+def program(graph: Graph, *, donate: tuple[int, ...] = (), name: str = "split 0") -> Program:
+    """A graph as one program."""
+    return Program(name, graph.nodes, graph.leaves, graph.outputs, donate=donate, config=graph.config)

@@ -15,23 +15,12 @@ import aiopipe as ap
 from aiopipe import _jax_call, _jax_compile
 from aiopipe._jax_types import aval_of, dtype_of
 from aiopipe.devices.base import Program
-from aiopipe.graph import Graph
 from aiopipe.trace import trace
+from models import program
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)
 N = _jax_call.MANY
 WEIGHTS = [np.full(8, i, np.float32) for i in range(N)]
-
-
-@pytest.fixture
-def device() -> jax.Device:
-    """Not the default one."""
-    return jax.devices("cpu")[-1]
-
-
-def program(graph: Graph, *, donate: tuple[int, ...] = ()) -> Program:
-    """A graph as one program."""
-    return Program("many", graph.nodes, graph.leaves, graph.outputs, donate=donate, config=graph.config)
 
 
 def total(weights: list[Any], x: Any) -> Any:

@@ -14,25 +14,14 @@ import pytest
 
 from aiopipe import _jax, _jax_compile, _jax_move
 from aiopipe._jax_types import is_ref
-from aiopipe.devices.base import Program
 from aiopipe.errors import TensorError, TraceError
-from aiopipe.graph import Graph, Kind, Tensor
+from aiopipe.graph import Kind, Tensor
 from aiopipe.graph_builder import GraphBuilder
 from aiopipe.trace import trace
+from models import program
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)
 W = np.arange(64, dtype=np.float32).reshape(8, 8) / 64
-
-
-@pytest.fixture
-def device() -> jax.Device:
-    """Not the default one."""
-    return jax.devices("cpu")[-1]
-
-
-def program(graph: Graph, *, donate: tuple[int, ...] = (), name: str = "split 0") -> Program:
-    """A graph as one program."""
-    return Program(name, graph.nodes, graph.leaves, graph.outputs, donate=donate, config=graph.config)
 
 
 # Types --------------------------------------------------------------------------------------------
