@@ -315,6 +315,25 @@ async def test_what_was_launched_marks_its_state() -> None:
             assert_equal((await sched.graph_compute(graph, array(1), state=state)).array, (array(0) + array(1)) * 3 + 1)
 
 
+@pytest.mark.parametrize("where", ["at its launch", "on the device"])
+async def test_who_fails_behind_one_that_hangs_on_its_state_hears_of_it_in_time(where: str) -> None:
+    """Which of the two failed first is not known while the first one hangs: the error waits, but not for ever."""
+    with jax.enable_x64(True):
+        async with devices(1, n_copies=3) as (sched, (backend,)):
+            graph, state = adds(), ap.State([array(0)])
+            await sched.alloc_graph(graph, state=state)
+            backend.hangs = True
+            first = await sched.graph_compute_async(graph, array(1), state=state)
+            setattr(backend, "fails" if where == "at its launch" else "fails_later", RuntimeError("broken"))
+            with pytest.raises(ap.DeadlineExceeded):
+                await sched.graph_compute(graph, array(2), state=state, deadline=SOON)
+            assert not first.done()
+            backend.let_go()
+            assert_equal((await first).array, (array(0) + array(1)) * 3 + 1)
+            with pytest.raises(ap.StateError):
+                await sched.graph_compute(graph, array(3), state=state)
+
+
 async def test_what_waits_for_its_turn_leaves_the_state_alone() -> None:
     go_on = asyncio.Event()
 
