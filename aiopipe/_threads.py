@@ -61,10 +61,12 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
         name: of the thread, after ``aiopipe-``.
     """
     loop = running_loop()
-    done: asyncio.Future[T] = loop.create_future()
+    done: asyncio.Future[None] = loop.create_future()
     context = contextvars.copy_context()
-    # The thread may be slow to end. By the time the result is known, it leads neither to that nor to the call.
+    # The thread may be slow to end. By the time the result is known, it leads neither to that nor to the call; nor does
+    # the future, which the loop keeps until the caller's task next waits for something.
     todo, waiting = [call], [done]
+    results: list[T] = []
     del call
 
     def settle(outcome: list[Any]) -> None:
@@ -73,7 +75,8 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
         if done.done():  # cancelled
             return
         if error is None:
-            done.set_result(result)
+            results.append(result)
+            done.set_result(None)
         elif isinstance(error, StopIteration):  # no future takes one
             failure = RuntimeError(f"{name} raised StopIteration")
             failure.__cause__ = error
@@ -94,7 +97,11 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
                 raise
 
     Thread(target=work, name=f"aiopipe-{name}", daemon=False).start()
-    return await done
+    try:
+        await done
+    finally:
+        del done  # its exception leads, by way of the traceback, to this frame
+    return results.pop()
 
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()

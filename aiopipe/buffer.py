@@ -20,7 +20,7 @@ from .errors import AllocationError, TensorError
 from .events import Event
 from .graph import Kind, Tensor
 
-__all__ = ["Account", "Buffer", "View", "backing", "held_value", "tensor_view"]
+__all__ = ["Account", "Buffer", "View", "array_id", "backing", "held_value", "tensor_view"]
 
 
 class Account:
@@ -140,10 +140,6 @@ class Buffer:
             call = watcher()
             if call is not None:
                 call(self)
-
-    def array_id(self) -> int:
-        """Equal for two buffers that hold one array; of the buffer itself where it holds none."""
-        return id(self if self._value is None or self.freed else self._value)
 
     def watch(self, changed: Callable[[Buffer], None]) -> None:
         """Call a bound method, for as long as its object lives, with the buffer when its value has been replaced.
@@ -323,6 +319,12 @@ def tensor_view(tensor: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
             f"which has {tensor.size}"
         )
     return view
+
+
+def array_id(buffer: Buffer) -> int:
+    """Equal for two buffers that hold one array; of the buffer itself where it holds none."""
+    value = buffer._value
+    return id(buffer if value is None or buffer.freed else value)
 
 
 def held_value(tensor: Tensor, backend: Any = None) -> Any:

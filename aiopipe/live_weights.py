@@ -70,29 +70,32 @@ class LiveWeights:
                 if buffer is not None:
                     self._places.setdefault(id(buffer), []).append((tensor, backend, container, key))
             early, self._early = self._early, None
-            for buffer in early or ():
-                self._put(buffer)
+        for buffer in early or ():
+            self._put(buffer)
 
     def _renew(self, buffer: Buffer) -> None:
         """On a lane of the buffer's backend."""
         with self._lock:
-            if self._early is None:
-                self._put(buffer)
-            else:
+            if self._early is not None:
                 self._early.append(buffer)
+                return
+        self._put(buffer)
 
     def _put(self, buffer: Buffer) -> None:
-        places = self._places.get(id(buffer))
-        if places is None:
-            return
+        """Bring a buffer's value to all its places, unless it is replaced meanwhile: who does that comes here, too."""
         value = buffer.value
         moved: dict[str, Any] = {}
-        for tensor, backend, container, key in places:
-            if _in_place(buffer, backend):
-                container[key] = value
-            else:
+        found = []
+        for tensor, backend, container, key in self._places.get(id(buffer), ()):
+            there = value
+            if not _in_place(buffer, backend):
                 if backend.name not in moved:
                     # Asynchronous where the backend knows the value's kind; else by way of the host.
                     known = backend.accepts(value)
                     moved[backend.name] = backend.transfer([value])[0] if known else backend.upload(value, tensor)
-                container[key] = moved[backend.name]
+                there = moved[backend.name]
+            found.append((container, key, there))
+        with self._lock:  # not before: bringing it over may wait, and others set other weights
+            if buffer.value is value:
+                for container, key, there in found:
+                    container[key] = there

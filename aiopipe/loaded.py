@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .backend import Backend, Executable, Lane
-from .buffer import Buffer
+from .buffer import Buffer, array_id
 from .graph import Graph, Tensor
 from .live_weights import LiveWeights, held_by, source_buffer
 from .sched.alloc import BackendSize
@@ -43,7 +43,7 @@ class Candidate:
         origins: of the weights on each backend. Plans of one model share them, and each is there once.
     """
 
-    __slots__ = ("__weakref__", "origins", "plan")
+    __slots__ = ("origins", "plan")
 
     def __init__(self, plan: Plan, backends: Sequence[Backend]) -> None:
         self.plan = plan
@@ -166,7 +166,8 @@ class Loaded:
         ]
         self.splits = tuple(bound)
         self.segments: tuple[Segment, ...] = segments_of(plan.splits, lane_of)
-        self.lanes = tuple(lanes[lane_of.index(segment.lane)] for segment in self.segments)
+        numbered = dict(zip(lane_of, lanes, strict=True))
+        self.lanes = tuple(numbered[segment.lane] for segment in self.segments)
         self.depends = tuple(segment.depends for segment in self.segments)
         self.prompt = self.inline and len(self.segments) == 1
         self.segment_splits = tuple(tuple(bound[i] for i in segment.splits) for segment in self.segments)
@@ -232,7 +233,7 @@ def beside(
         for other in loaded:
             origins |= other.origins[b]
         # Two buffers may hold one array, and tomorrow another one each.
-        weights = {o.array_id() if isinstance(o, Buffer) else id(o): nbytes for o, nbytes in origins.values()}
+        weights = {array_id(o) if isinstance(o, Buffer) else id(o): nbytes for o, nbytes in origins.values()}
         others = [other.plan.sizes[b] for other in loaded]
         copy = max([size.copy_nbytes, *(s.copy_nbytes for s in others)])
         temp = max([size.temp_nbytes, *(s.temp_nbytes for s in others)])

@@ -6,32 +6,27 @@ import os
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import anyio
-import numpy as np
 
 from ._threads import in_thread
 from .backend import Backend, Executable, Lane
 from .devices.base import Program
 from .errors import AiopipeError
-from .live_weights import LiveWeights, held_by, source_value
 from .loaded import Candidate, Loaded, Prepared
+from .placing import Placing, Source, Upload
 from .sched.alloc import backend_sizes
 from .sched.plan import Plan
 from .staging import Slots
 
 __all__ = ["Loader"]
 
+T = TypeVar("T")
 
-class _Upload:
-    """A weight that the loader put on a backend; lives as long as a plan that uses it."""
 
-    __slots__ = ("__weakref__", "source", "value")
-
-    def __init__(self, source: Any, value: Any) -> None:
-        self.source = source  # kept so that nothing else gets its id meanwhile
-        self.value = value
+FEW = 50
+"""A graph of no more nodes and weights is gone through on the event loop: it takes less than handing it to a thread."""
 
 
 class Loader:
@@ -45,7 +40,7 @@ class Loader:
 
     def __init__(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         self._executables: weakref.WeakValueDictionary[tuple[Hashable, str], Executable] = weakref.WeakValueDictionary()
-        self._uploads: weakref.WeakValueDictionary[tuple[int, str], _Upload] = weakref.WeakValueDictionary()
+        self._uploads: weakref.WeakValueDictionary[Source, Upload] = weakref.WeakValueDictionary()
         self.slots = Slots()
         self._on_progress = on_progress
         self._limiter = anyio.CapacityLimiter(max(2, os.cpu_count() or 1))
@@ -60,7 +55,7 @@ class Loader:
             backends: in the plan's order.
         """
         plan = candidate.plan
-        known, missing = await in_thread(lambda: self._look_up(plan, backends), "lower")
+        known, missing = await _aside(plan, lambda: self._look_up(plan, backends), "lower")
         if missing:
             known.update(await self._compile(missing))
 
@@ -78,7 +73,7 @@ class Loader:
             )
             return Prepared.of(replace(plan, sizes=sizes), candidate.origins, executables, backends)
 
-        return await in_thread(finish, "size")
+        return await _aside(plan, finish, "size")
 
     async def load(
         self,
@@ -93,32 +88,38 @@ class Loader:
         Raises:
             AllocationError: a backend found no room; what had been put in place is let go.
         """
+        plan = prepared.plan
         inline = n_copies <= prepared.in_caller
         lanes = [lane_for(backend, own, inline) for backend, own in zip(backends, prepared.own, strict=True)]
-        plan = prepared.plan
+        placing = await _aside(plan, lambda: Placing(plan, backends, self._uploads), "place")
+        if placing.missing:
+            try:
+                await in_thread(placing.upload, "upload")
+            finally:
+                placing.ended = True  # also where nobody waits for it any more
+            self.copied_weights_nbytes += placing.copied_nbytes
 
-        def place() -> tuple[Loaded, int]:
-            tensors = plan.graph.tensors
-            live = LiveWeights([[tensors[tid] for tid in sorted(ids)] for ids in plan.weights], backends)
-            placing = _Placing(plan, self._uploads)
-            weights = [placing.on(backend, ids) for backend, ids in zip(backends, plan.weights, strict=True)]
-            loaded = Loaded(prepared, backends, weights, lanes, inline=inline, slots=self.slots, live=live)
+        def bind() -> Loaded:
+            loaded = Loaded(
+                prepared, backends, placing.weights, lanes, inline=inline, slots=self.slots, live=placing.live
+            )
             loaded.uploads = placing.uploads
-            return loaded, placing.copied_nbytes
+            return loaded
 
-        loaded, copied_nbytes = await in_thread(place, "upload")
-        self.copied_weights_nbytes += copied_nbytes
-        return loaded
+        return await _aside(plan, bind, "bind")
 
     async def compile(self, program: Program, backend: Backend) -> Executable:
         """The executable of one program: compiled in a thread, unless there is one already."""
-        key = (program.key, backend.name)
-        executable = self._executables.get(key)
-        if executable is None:
-            async with self._limiter:
-                executable = await in_thread(lambda: backend.load(program), "compile")
-            self._executables[key] = executable
-            self.n_compiled += 1
+        return self._executables.get((program.key, backend.name)) or await self._make(program, backend)
+
+    async def _make(self, program: Program, backend: Backend) -> Executable:
+        def make() -> Executable:
+            executable = self._executables[program.key, backend.name] = backend.load(program)
+            return executable
+
+        async with self._limiter:
+            executable = await in_thread(make, "compile")
+        self.n_compiled += 1
         return executable
 
     def _look_up(
@@ -146,7 +147,7 @@ class Loader:
 
         async def compile_on() -> None:
             for program, backend in waiting:
-                made[id(program)] = await self.compile(program, backend)
+                made[id(program)] = await self._make(program, backend)
                 if self._on_progress is not None:
                     self._on_progress(len(made), len(missing))
 
@@ -159,44 +160,11 @@ class Loader:
         return made
 
 
-class _Placing:
-    """Puts the weights of one plan where they are needed.
-
-    Args:
-        plan: whose weights.
-        known: what other plans have uploaded, by source and backend.
-
-    Attributes:
-        uploads: what the plan uses of that.
-        copied_nbytes: of what was not there yet.
-    """
-
-    def __init__(self, plan: Plan, known: weakref.WeakValueDictionary[tuple[int, str], _Upload]) -> None:
-        self.uploads: list[_Upload] = []
-        self.copied_nbytes = 0
-        self._tensors = plan.graph.tensors
-        self._known = known
-
-    def on(self, backend: Backend, ids: frozenset[int]) -> dict[int, Any]:
-        """Values of weights on a backend, by tensor id; uploads what it does not hold, once for all plans."""
-        held: dict[int, Any] = {}
-        for tid in sorted(ids):
-            tensor = self._tensors[tid]
-            value = source_value(tensor, backend)
-            if held_by(tensor, [backend]):
-                held[tid] = value
-                continue
-            # A NumPy array that may change is not the same weight the next time.
-            changeable = isinstance(value, np.ndarray) and value.flags.writeable
-            upload = None if changeable else self._known.get((id(value), backend.name))
-            if upload is None:
-                with backend.asking_for(tensor):
-                    upload = _Upload(value, backend.upload(value, tensor))
-                self._known[id(value), backend.name] = upload
-                self.copied_nbytes += tensor.nbytes
-            self.uploads.append(upload)
-            held[tid] = upload.value
-        return held
+async def _aside(plan: Plan, call: Callable[[], T], name: str) -> T:
+    """``call()``, in a thread where it goes through many weights, splits, or operations (of which keys are made)."""
+    if len(plan.graph.nodes) + sum(map(len, plan.weights)) <= FEW:
+        return call()
+    return await in_thread(call, name)
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -251,16 +251,17 @@ class Pipeline:
         with _jax.config_context(config):
             specs = jax.tree.map(_jax_types.spec_of, inputs)  # the caller may change its arrays meanwhile
 
-        def work() -> Graph:
+        def work() -> tuple[Graph, tuple[str, ...]]:
             with _jax.config_context(config):
-                return trace(self._model, self._weights, *specs, state=state)
+                graph = trace(self._model, self._weights, *specs, state=state)
+            return graph, tuple(node.op for node in graph.nodes)
 
         async with self._placing:  # the first shape places the weights for all
             if not self._placed and isinstance(self._split, Mapping):
                 self._weights = await place_under(config, self._weights, self._placement(scheduler, self._split))
                 self._placed = True
             try:
-                graph = await in_thread(work, "trace")
+                graph, ops = await in_thread(work, "trace")
             except AiopipeError:
                 raise
             except Exception as error:
@@ -268,7 +269,7 @@ class Pipeline:
                 raise TraceError(f"the model cannot be traced for inputs {shapes}: {error}") from error
             compiled: object = None
             if not isinstance(self._split, Mapping):
-                graph, compiled = await self._cut(scheduler, graph)
+                graph, compiled = await self._cut(scheduler, graph, ops)
         await scheduler.plan(graph)
         del compiled
         self._graphs[key] = graph
@@ -276,13 +277,13 @@ class Pipeline:
             scheduler.forget(self._graphs.popitem(last=False)[1])
         return graph
 
-    async def _cut(self, scheduler: Scheduler, graph: Graph) -> tuple[Graph, object]:
+    async def _cut(self, scheduler: Scheduler, graph: Graph, ops: tuple[str, ...]) -> tuple[Graph, object]:
         """Give every node its device: balanced for the first shape, the same way for later ones.
 
         Returns:
             The graph, and something to hold until it is planned.
         """
-        ops, compiled = tuple(node.op for node in graph.nodes), None
+        compiled = None
         if self._first is None:
             part = await in_thread(lambda: self._partition(scheduler, graph), "plan")
             scheduler.set_cut(graph, part.node_backend)
@@ -306,18 +307,19 @@ class Pipeline:
         host = (len(scheduler.backends) - 1,)
         params = graph.weights[: len(leaves)]
 
-        def upload() -> list[Any]:
+        def upload() -> tuple[list[Any], Graph]:
             placed = []
             with _jax.config_context(graph.config):
                 for tensor, leaf in zip(params, leaves, strict=True):
                     backends = [scheduler.backends[i] for i in part.weights.get(tensor.id, host)]
                     placed.append(upload_weight(tensor.name, leaf, backends))
                     held[tensor.id] = placed[-1].buffers
-            return placed
+            return placed, graph.with_buffers(held)
 
-        self._weights = jax.tree.unflatten(treedef, await in_thread(upload, "upload"))
+        placed, graph_on_devices = await in_thread(upload, "upload")
+        self._weights = jax.tree.unflatten(treedef, placed)
         self._placed = True
-        return graph.with_buffers(held)
+        return graph_on_devices
 
     def _placement(self, scheduler: Scheduler, split: Mapping[str, Any]) -> dict[str, Any]:
         def backend(target: Any) -> Any:

@@ -41,7 +41,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("sched.plan_dot", "sched.plan_html"),
     ("devices.sim", "sched.plan", "sched.stimuli"),
     ("sched.launch", "sched.state", "staging"),
-    ("loaded",),
+    ("loaded", "placing"),
     ("loader",),
     ("completion", "mailbox"),
     ("run",),
@@ -82,8 +82,8 @@ PURE = TRACING | set(
     "timeline_file".split()
 )
 SCHEDULING = tuple(
-    "sched by_hand closing completion counts lane_pool loaded loader observe plans ready recorder run runner staging "
-    "states statistics streaming watcher".split()
+    "sched by_hand closing completion counts lane_pool loaded loader observe placing plans ready recorder run runner "
+    "staging states statistics streaming watcher".split()
 )
 IMPURE_SCHED = frozenset({"sched.scheduler"})
 
