@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from .backend import Backend
 from .devices.base import NodeFailure
-from .errors import BackendLostError, DeadlineExceeded, EvaluationError, OutOfMemoryError, says_no_room
+from .errors import BackendLostError, DeadlineExceeded, EvaluationError, OutOfMemoryError, said_by, says_no_room
 from .sched.launch import BoundSplit, Environment, LaunchError
 from .sched.plan import Plan
 
@@ -48,7 +48,7 @@ def when_ready(groups: Sequence[Group], post: Post, then: Callable[[BaseExceptio
     def one_is_ready(error: BaseException | None) -> None:  # on the loop, so never two at once
         nonlocal left, first
         left -= 1
-        first = first or error
+        first = error if first is None else first  # an error may be false
         if not left:
             then(first)
 
@@ -127,9 +127,9 @@ def failure(plan: Plan, evaluation: int, split: int, cause: BaseException) -> Ev
     """The error that the caller of an evaluation gets: where its backend is gone, that one says so itself."""
     error: EvaluationError | BackendLostError
     position = cause.position if isinstance(cause, NodeFailure) else None
-    said = f"evaluation {evaluation} of {plan.graph.name!r} failed in {_named(plan, split, position)}: {cause}"
+    said = f"evaluation {evaluation} of {plan.graph.name!r} failed in {_named(plan, split, position)}: {said_by(cause)}"
     if isinstance(cause, BackendLostError):
-        error = BackendLostError(f"evaluation {evaluation} of {plan.graph.name!r} is lost: {cause}")
+        error = BackendLostError(f"evaluation {evaluation} of {plan.graph.name!r} is lost: {said_by(cause)}")
     elif says_no_room(cause):
         device, size = plan.devices[plan.splits[split].backend], plan.sizes[plan.splits[split].backend]
         error = OutOfMemoryError(

@@ -163,6 +163,14 @@ class ForkedError(AiopipeError, RuntimeError):
     """Something that was opened before this process was forked was used in the child."""
 
 
+def said_by(error: BaseException) -> str:
+    """What an error says; of one that cannot even be made a text of, its type."""
+    try:
+        return str(error)
+    except Exception as raised:
+        return f"{type(error).__name__}, whose text cannot be had ({type(raised).__name__})"
+
+
 def says_no_room(error: BaseException) -> bool:
     """Whether a device or the host says by this error that its memory is full. XLA has no type of its own for it."""
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said_by(error)

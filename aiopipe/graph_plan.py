@@ -25,6 +25,7 @@ from .errors import (
     PlacementError,
     StateError,
     TensorError,
+    said_by,
     says_no_room,
 )
 from .evaluation import Evaluation
@@ -274,7 +275,7 @@ def _failure(plan: GraphPlan, number: int, cause: BaseException) -> EvaluationEr
     said = (
         f"evaluation {number} of {plan.graph.name!r} failed on {plan.backend.name!r}, in "
         f"{'the graph that begins with ' if known is None else ''}{name or 'no node'} at "
-        f"{source or 'an unknown line'}: {cause}"
+        f"{source or 'an unknown line'}: {said_by(cause)}"
     )
     error = EvaluationError(said, split=0, backend=plan.backend.name, node=name, source=source)
     if says_no_room(cause):

@@ -82,5 +82,8 @@ class ThreadLane(Lane):
             job = next_job()
             if job is None:
                 return
-            job()
+            try:
+                job()
+            except BaseException as error:  # a fault of ours; all that is queued behind it must not hang
+                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
             del job  # an idle thread must not keep the last evaluation alive

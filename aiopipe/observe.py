@@ -23,7 +23,7 @@ from ._jax_settings import undisturbed
 from .backend import Backend, Buffer, Executable, InlineLane, Lane
 from .completion import Post, failure, first_failure
 from .devices.base import BufferUsage, NodeFailure, Program
-from .errors import AiopipeError, EvaluationAborted, EvaluationError
+from .errors import AiopipeError, EvaluationAborted, EvaluationError, said_by
 from .graph import Node, Tensor
 from .lane_pool import LanePool
 from .loaded import Loaded
@@ -244,7 +244,7 @@ class Observation:
             return bool(answer)
         error = EvaluationError(
             f"evaluation {self._evaluation} of {self._loaded.plan.graph.name!r} failed: the eval callback raised "
-            f"{type(cause).__name__} (ask={ask}) for {self._describe(split, node, tensor)}: {cause}",
+            f"{type(cause).__name__} (ask={ask}) for {self._describe(split, node, tensor)}: {said_by(cause)}",
             split=split.index,
             backend=self._loaded.splits[split.index].backend.name,
             node=node.name,

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -221,7 +222,8 @@ class Recorder:
         def ended(_: BaseException | None) -> None:
             self._log.append((RAN, run.evaluation.id, number, split.index, began, self.clock()))
 
-        backend.notify((marker,), ended)
+        with suppress(Exception):  # as in `_watch`
+            backend.notify((marker,), ended)
 
     def _began(self, run: Run) -> float:
         """Now, when an evaluation that is launched split by split launches something: perhaps the first."""
@@ -264,7 +266,8 @@ class Recorder:
         for split in splits:
             if self._watching[split.backend.name].wants(now):
                 ended = partial(self._ended, run.evaluation.id, split.index)
-                split.backend.notify((run.env.markers[split.index],), ended)
+                with suppress(Exception):  # then the timeline does not know its end, which is no reason to fail
+                    split.backend.notify((run.env.markers[split.index],), ended)
 
     def _ended(self, evaluation: int, split: int, _: BaseException | None) -> None:
         self._log.append((ENDED, evaluation, split, self.clock()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._jax_settings import is_plain, undisturbed
@@ -13,7 +13,7 @@ from .errors import StateError
 from .evaluation import Evaluation
 from .events import Event
 from .loaded import Loaded
-from .sched.launch import BoundSplit, Clock, Environment, launch_splits
+from .sched.launch import BoundSplit, Clock, Environment, LaunchError, launch_splits
 from .state import State
 
 __all__ = ["Run"]
@@ -58,6 +58,14 @@ class Run:
         self.released: Event | None = None
         self.events: list[Event] | None = None
         self.times: Any = None  # kept by a `Recorder`, if it notes this one
+
+    def capture(self) -> BaseException | None:
+        """Capture its inputs; what was raised. On the loop or a lane, whose thread lives on."""
+        try:
+            self.loaded.capture(self.evaluation.copy_id, self.values, self.env.slots)
+        except BaseException as error:
+            return error
+        return None
 
     def end_capture(self) -> None:
         """Its inputs are captured, or cannot be: whoever submits it goes on."""
@@ -120,6 +128,25 @@ class Run:
         else:
             launch_splits(splits, self.env, times, clock)
 
+    def launch_segment(
+        self, segment: int, noting: Callable[[Run, int], None] | None = None
+    ) -> LaunchError | None:
+        """Launch a segment, by way of `noting` if it is noted; what was raised. On its lane, whose thread lives on."""
+        if self.dropped:  # cancelled or failed while this waited for its lane
+            return None
+        try:
+            if noting is None or self.times is None:
+                self.launch(self.loaded.segment_splits[segment])
+            else:
+                noting(self, segment)
+        except LaunchError as error:
+            return error
+        except BaseException as error:  # not by a launch, but by what is asked around it
+            broken = LaunchError(self.loaded.segment_splits[segment][0].index)
+            broken.__cause__ = error
+            return broken
+        return None
+
     def split_events(self, post: Post) -> Sequence[Event]:
         """One event for each split; those of splits that end later are set by way of `post`."""
         if self.events is None:
@@ -142,10 +169,15 @@ class Run:
         event = self.events[split]
         backend = self.loaded.splits[split].backend
         marker = (self.env.markers[split],)
-        if backend.all_ready(marker):  # `notify` answers in order: after the evaluations behind this one
-            event.set(backend.error_of(marker))
-        else:
-            backend.notify(marker, lambda error: post(event.set, error))
+        try:
+            if backend.all_ready(marker):  # `notify` answers in order: after the evaluations behind this one
+                event.set(backend.error_of(marker))
+            else:
+                backend.notify(marker, lambda error: post(event.set, error))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # nobody can tell its end any more, but that of the evaluation
+            event.set(error)
 
     def end(self) -> Event:
         """Happens when it is gone; made when somebody first asks."""
@@ -157,7 +189,10 @@ class Run:
         """It is gone: every event that has not happened does now."""
         self.observation = None  # which refers to this
         if self.events is not None:
+            error = self.evaluation._error
+            if error is None and self.evaluation.cancelled():
+                error = asyncio.CancelledError()
             for event in self.events:
-                event.set(self.evaluation._error or (asyncio.CancelledError() if self.evaluation.cancelled() else None))
+                event.set(error)
         if self.released is not None:
             self.released.set()

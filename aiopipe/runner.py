@@ -31,7 +31,9 @@ from .sched.stimuli import (
     Begin,
     Cancel,
     Captured,
+    Completed,
     Failed,
+    Instruction,
     Launch,
     Launched,
     Outcome,
@@ -70,6 +72,7 @@ class Runner:
         self.closed = False
         self._pieces = pieces
         self._recorder = recorder
+        self._noting = None if recorder is None else recorder.launch
         self._runs: dict[int, Run] = {}
         self._mailbox = Mailbox()
         self.origin = self._mailbox.origin
@@ -120,15 +123,16 @@ class Runner:
             loop = self.enter()
         for backend in loaded.backends:
             backend.check_open()
+        observed = observed and self.eval_callback is not None
+        # Before it is under way: a backend that raises where it is asked about an input has refused it.
+        prompt = loaded.prompt and state is None and not observed and loaded.captures_inline(values)
         of = loaded.plan.graph.name, loop, self.cancel, self.split_events, len(loaded.splits)
         evaluation = Evaluation(self.n_submitted, *of)
         self.n_submitted += 1
         run = self._runs[evaluation.id] = Run(evaluation, loaded, values, state)
         if self._recorder is not None:
             self._recorder.submitted(run)
-        observed = observed and self.eval_callback is not None
         depends = self._to_observe(run) if observed else loaded.depends
-        prompt = loaded.prompt and state is None and not observed and loaded.captures_inline(values)
         self._feed(Submit(evaluation.id, depends, None if state is None else id(state), prompt))
         if deadline is None:
             deadline = self.deadline
@@ -224,21 +228,41 @@ class Runner:
         try:
             while stimuli:
                 for instruction in handle(stimuli.popleft()):
-                    answer = carry_out[type(instruction)](self, instruction)
+                    try:
+                        answer = carry_out[type(instruction)](self, instruction)
+                    except (KeyboardInterrupt, SystemExit):
+                        raise
+                    except BaseException as error:
+                        answer = self._broke(instruction, error)
                     if answer is not None:
                         stimuli.append(answer)
         finally:
             self._feeding = False
+
+    def _broke(self, instruction: Instruction, error: BaseException) -> Stimulus | None:
+        """A backend raised where nothing was to: that is the end of one evaluation, and nobody else's affair."""
+        run = self._runs.get(instruction.evaluation)
+        if run is not None and isinstance(instruction, Admit | Begin):
+            return self._captured(run, error)
+        if run is not None and isinstance(instruction, Launch):
+            splits = run.loaded.segment_splits[instruction.segment] or run.loaded.splits
+            return Failed(run.evaluation.id, instruction.segment, run.blame(splits[0].index, error))
+        if run is not None and isinstance(instruction, Watch):
+            return Completed(run.evaluation.id, error)
+        assert self._mailbox.loop is not None
+        message = f"aiopipe: evaluation {instruction.evaluation} has ended, but {type(instruction).__name__} raised"
+        self._mailbox.loop.call_exception_handler({"message": message, "exception": error})
+        return None
 
     # -- instructions; each returns the answer, or None when it comes later ---------------------
 
     def _admit(self, instruction: Admit) -> Stimulus | None:
         run = self._admitted(instruction)
         if run.loaded.captures_inline(run.values):
-            return self._captured(run, of_the_evaluation(self._capture(run)))
+            return self._captured(run, of_the_evaluation(run.capture()))
 
         def job() -> None:
-            error = self._capture(run)
+            error = run.capture()
             if self._recorder is not None and run.times:
                 self._recorder.captured(run)
             self._post(lambda: self._feed(self._captured(run, error)))
@@ -248,11 +272,11 @@ class Runner:
 
     def _begin(self, instruction: Begin) -> Stimulus | None:
         run = self._admitted(instruction)
-        error = self._capture(run)
+        error = run.capture()
         if error is not None:
             return self._captured(run, of_the_evaluation(error))
         run.end_capture()
-        failed = self._launch_segment(run, 0)
+        failed = run.launch_segment(0, self._noting)
         if failed is not None:
             of_the_evaluation(failed.__cause__)
             return self._launched(run, 0, failed)
@@ -267,14 +291,6 @@ class Runner:
         if self._recorder is not None and run.admitted is not None and run.times:  # somebody waits for it
             self._recorder.admitted(run)
         return run
-
-    @staticmethod
-    def _capture(run: Run) -> BaseException | None:
-        try:
-            run.loaded.capture(run.evaluation.copy_id, run.values, run.env.slots)
-        except BaseException as error:  # the lane's thread must not end with it
-            return error
-        return None
 
     @staticmethod
     def _captured(run: Run, error: BaseException | None) -> Stimulus:
@@ -294,28 +310,16 @@ class Runner:
             return None
         lane = run.loaded.lanes[segment]
         if type(lane) is InlineLane:
-            error = self._launch_segment(run, segment)
+            error = run.launch_segment(segment, self._noting)
             if error is not None:
                 of_the_evaluation(error.__cause__)
             return self._launched(run, segment, error)
 
         def job() -> None:
-            error = self._launch_segment(run, segment)
+            error = run.launch_segment(segment, self._noting)
             self._post(self._launched_elsewhere, run, segment, error)
 
         lane.post(job)
-        return None
-
-    def _launch_segment(self, run: Run, segment: int) -> LaunchError | None:
-        if run.dropped:  # cancelled or failed while this waited for its lane
-            return None
-        try:
-            if self._recorder is None or run.times is None:
-                run.launch(run.loaded.segment_splits[segment])
-            else:
-                self._recorder.launch(run, segment)
-        except LaunchError as error:
-            return error
         return None
 
     def _launched_elsewhere(self, run: Run, segment: int, error: LaunchError | None) -> None:

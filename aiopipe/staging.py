@@ -15,7 +15,7 @@ import numpy as np
 
 from ._jax_settings import undisturbed
 from .backend import Backend
-from .errors import AllocationError, TensorError
+from .errors import AllocationError, TensorError, said_by
 from .sched.plan import Plan
 
 __all__ = ["Slots", "Staging"]
@@ -126,7 +126,7 @@ class Staging:
             except Exception as error:  # whatever the library that made the value raises
                 # Without the frames, which would keep the caller's arrays alive.
                 cause = error.with_traceback(None)
-                raise TensorError(f"input {tensor.describe()} cannot be read: {error}") from cause
+                raise TensorError(f"input {tensor.describe()} cannot be read: {said_by(error)}") from cause
 
 
 def _copy(value: Any, buffer: Any) -> None:

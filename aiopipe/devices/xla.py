@@ -270,7 +270,7 @@ class XlaBackend(Backend):
 
     def holds(self, value: Any) -> bool:
         """Whether it is an array committed to this device, in the memory that it computes in."""
-        return isinstance(value, jax.Array) and value.committed and self._is_here(value)
+        return isinstance(value, jax.Array) and value.committed and not value.is_deleted() and self._is_here(value)
 
     def _is_here(self, value: jax.Array) -> bool:
         return value.devices() == {self.jax_device} and _jax_memory.in_default_memory(value, self.jax_device)
@@ -357,5 +357,5 @@ def _wait(values: Sequence[Any]) -> BaseException | None:
         try:
             value.block_until_ready()
         except Exception as error:  # whatever the device raised goes to the caller of that evaluation
-            first = first or error
+            first = error if first is None else first  # an error may be false
     return first

@@ -50,8 +50,13 @@ class Environment:
 
     def leave(self, split: BoundSplit) -> None:
         """Nothing will read, so that nothing will tell the end of, some of what was brought over for a split."""
-        brought = [self.slots[fill] for _, fill in split.moves]
-        self.strays += [(split.backend, value) for value in brought if split.backend.holds(value)]
+        for _, fill in split.moves:
+            value = self.slots[fill]
+            try:
+                if split.backend.holds(value):
+                    self.strays.append((split.backend, value))
+            except Exception:  # it has failed already, and nobody can wait for what its backend knows nothing of
+                continue
 
 
 class BoundSplit:

@@ -257,7 +257,7 @@ class RunState:
         if run.phase is not Phase.DRAINING:
             self._expect(run, Phase.DRAINING, stimulus)
         if run.outcome is None:
-            self._end(run, Outcome.FAILED if stimulus.error else Outcome.SUCCESS, stimulus.error, out)
+            self._end(run, Outcome.SUCCESS if stimulus.error is None else Outcome.FAILED, stimulus.error, out)
         self._release(run, out)
 
     def _settle(self, run: _Run, out: list[Instruction]) -> None:
