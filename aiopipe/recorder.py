@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from . import _threads
 from .backend import Backend, Told
 from .completion import Post
 from .loaded import Loaded
@@ -124,6 +125,7 @@ class Recorder:
         self._plans: dict[int, PlanInfo] = {}
         self._loaded: weakref.WeakValueDictionary[int, Noted] = weakref.WeakValueDictionary()
         self._n_plans = 0
+        self._lock = _threads.Lock()
         self._watching = {name: Watching() for name in self.names}
 
     # -- reading --------------------------------------------------------------------------------
@@ -277,7 +279,13 @@ class Recorder:
     def _noted(self, loaded: Loaded) -> Noted:
         """What is kept of a plan; a new one gets a number."""
         noted: Noted | None = loaded.noted
-        if noted is None:
+        return self._number(loaded) if noted is None else noted
+
+    def _number(self, loaded: Loaded) -> Noted:
+        with self._lock:  # two lanes may launch of a plan for the first time at once
+            noted: Noted | None = loaded.noted
+            if noted is not None:
+                return noted
             number, self._n_plans = self._n_plans, self._n_plans + 1
             info = plan_info(loaded)
             # Those that are loaded can be evaluated again, though nothing of theirs may be noted just now.

@@ -9,6 +9,7 @@ import json
 import random
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 import aiopipe as ap
+from aiopipe import recorder
 from aiopipe.devices.sim import Cluster, fail, sleep
 from aiopipe.errors import AiopipeError
 from aiopipe.notes import ADMITTED, ENDED, EVALUATED, LAUNCHED, QUICK, Note, PlanInfo, SplitInfo, spans_of
@@ -478,3 +480,29 @@ def test_whatever_was_seen_the_order_holds(seed: int) -> None:
     for name in "ab":
         lane = sorted((s for s in by_split.values() if s.backend == name), key=lambda s: (s.evaluation, s.split))
         assert all(b.begin_s >= a.end_s for a, b in itertools.pairwise(lane))
+
+
+async def test_two_lanes_that_note_a_new_plan_at_once_give_it_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(2, compute=True)
+    graph = chain(2)
+    async with ap.Scheduler(cluster.backends, timeline=True) as sched:
+        sched.set_cut(graph, (0, 1))
+        await sched.alloc_graph(graph)
+        noter, loaded = sched._runner._recorder, sched._plans.get(graph)
+        assert noter is not None and loaded is not None
+        found: list[Any] = []
+        other = threading.Thread(target=lambda: found.append(noter._noted(loaded)))
+        plan_info = recorder.plan_info
+
+        def slow(of: Any) -> Any:
+            if not other.ident:
+                other.start()
+                other.join(0.2)  # to its end, unless it has to wait
+            return plan_info(of)
+
+        monkeypatch.setattr(recorder, "plan_info", slow)
+        first = noter._noted(loaded)
+        other.join()
+        assert found == [first]
+        assert await sched.graph_compute(graph, array(1)) is not None
+        assert len(sched.timeline.spans) >= 2
