@@ -133,14 +133,15 @@ class States:
 
     def _check_room(self, state: State, homes: Sequence[int]) -> None:
         """Raise `AllocationError` where there is no room for another set of the state's arrays."""
-        sizes, n_copies = self._plans.sizes(), self._runner.state.n_copies
+        sizes, held, n_copies = self._plans.sizes(), self.nbytes(), self._runner.state.n_copies
         for b, nbytes in self._needs(homes, state):
             limit, backend = self._limits[b], self._backends[b]
-            used = sizes[b].total(n_copies)
+            # Where no state has arrays yet, the sizes have room for one: it may be the one that is asked for.
+            used = sizes[b].total(n_copies) - sizes[b].state_nbytes + held[b]
             if limit is not None and used + nbytes > limit:
                 raise AllocationError(
                     f"{state!r} needs {nbytes} bytes on {backend.name!r}, where {max(0, limit - used)} of {limit} are "
-                    f"free: free other states (they have {self.nbytes()[b]} bytes there), or make it smaller",
+                    f"free: free other states (they have {held[b]} bytes there), or make it smaller",
                     backend=backend.name,
                     asked_nbytes=nbytes,
                     available_nbytes=max(0, limit - used),

@@ -230,6 +230,24 @@ async def test_bytes_are_counted_and_refused_before_anything_is_allocated() -> N
             await sched.graph_compute(graph, np.float32(1), state=states[0])
 
 
+@pytest.mark.parametrize("mib", [3, 5, 7])
+async def test_a_state_needs_its_bytes_once(mib: int) -> None:
+    start = np.zeros(mib << 18, np.float32)
+    async with ap.Scheduler(["cpu:0"], memory_limit=8 << 20, n_copies=1) as sched:
+        state, other = ap.State(start), ap.State(start, name="other")
+        graph = ap.trace(lambda _, s, x: (x, s + x), None, np.float32(0), state=state)
+        await sched.graph_compute(graph, np.float32(1), state=state)
+        used = sched.buffer_size("cpu:0")
+        assert used < 8 << 20
+        if mib == 3:
+            await sched.graph_compute(graph, np.float32(1), state=other)
+        else:
+            with pytest.raises(ap.AllocationError, match=r"'other'.*they have") as info:
+                await sched.graph_compute(graph, np.float32(1), state=other)
+            assert info.value.asked_nbytes == mib << 20
+            assert info.value.available_nbytes == (8 << 20) - used
+
+
 # Snapshots ---------------------------------------------------------------------------------------
 
 
