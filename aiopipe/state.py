@@ -52,8 +52,8 @@ class Snapshot:
 
     @property
     def value(self) -> Any:
-        """The arrays, as a pytree of the state's structure, each on its device."""
-        return jax.tree.unflatten(self.structure[0], self._leaves)
+        """The arrays, as a pytree of the state's structure, each on its device. Those of NumPy are read-only."""
+        return jax.tree.unflatten(self.structure[0], map(_shown, self._leaves))
 
     def __repr__(self) -> str:
         return f"<Snapshot of state {self.state_name!r}, {self.nbytes} bytes>"
@@ -281,6 +281,14 @@ def _private(leaf: Any) -> Any:
     if is_scalar(leaf):
         return np.asarray(leaf, spec_of(leaf).dtype)
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _shown(leaf: Any) -> Any:
+    """An array for the user to read: where it is NumPy's, a state may begin with that very memory."""
+    if isinstance(leaf, np.ndarray):
+        leaf = leaf.view()
+        leaf.flags.writeable = False
+    return leaf
 
 
 def check_state(graph: Graph, state: State | None) -> None:

@@ -301,6 +301,29 @@ async def test_the_callers_arrays_stay_the_callers() -> None:
     assert np.asarray(theirs).tolist() == [1.0] * 4
 
 
+async def test_what_a_snapshot_shows_cannot_be_changed() -> None:
+    """Neither of a state that was not used yet, whose arrays are those that it begins with, nor of one that was."""
+    start = {"a": np.ones(4, np.float32), "n": np.float32(1), "z": jax.ShapeDtypeStruct((4,), np.float32)}
+    state = ap.State(start)
+    graph = ap.trace(lambda _, s: (s["a"].sum() + s["n"] + s["z"].sum(), s), None, state=state)
+
+    async def unchanged() -> Any:
+        taken = await state.snapshot()
+        for leaf in taken.value.values():
+            with pytest.raises((ValueError, TypeError)):
+                leaf[...] = 100
+        return taken
+
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        taken = await unchanged()
+        assert float(await sched.graph_compute(graph, state=state)) == 5
+        await unchanged()
+        for again in (state.reset(), state.restore(taken)):
+            await again
+            await unchanged()
+            assert float(await sched.graph_compute(graph, state=state)) == 5
+
+
 # Functions of all kinds --------------------------------------------------------------------------
 
 
