@@ -184,8 +184,7 @@ class State(HasSpecs):
 
     def check_usable(self) -> None:
         """Raise `StateError` where the state is marked or freed."""
-        if self._gone:
-            raise StateError(f"{self!r} {self._gone}: make a new one")
+        self._check_there()
         if self.error is not None:
             raise self.refusal()
 
@@ -257,15 +256,19 @@ class State(HasSpecs):
     def _owned_by(self) -> Owner | None:
         return None if self._owner is None else self._owner()
 
+    def _check_there(self) -> None:
+        if self._gone:
+            raise StateError(f"{self!r} {self._gone}: make a new one")
+
     async def _settle(self) -> None:
         owner = self._owned_by()
         if owner is not None:
             await owner.settle(self)
 
     async def _replace(self, leaves: tuple[Any, ...]) -> None:
-        if self._gone:
-            self.check_usable()
+        self._check_there()
         await self._settle()
+        self._check_there()  # it may have been freed, or its scheduler closed, meanwhile
         self._arrays, self._source, self.error = None, leaves, None
 
     def __repr__(self) -> str:
