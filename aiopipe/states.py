@@ -94,11 +94,13 @@ class States:
             StateError: the state is another scheduler's.
             PlacementError: no backend can run some op, or one that makes the state's next value lacks it.
             AllocationError: the state does not fit beside what is there.
+            BackendClosedError: the scheduler is closed, or was meanwhile.
         """
         self._runner.enter()
         if state._owner is not None and state._owned_by() is not self:
             raise StateError(f"{state!r} belongs to another scheduler: make one of its values, State(snapshot.value)")
         state._owner = weakref.ref(self)
+        self._live.add(state)  # from now on it ends with this: also while it is being put in place
         if self._lock is None:
             self._lock = asyncio.Lock()
         async with self._lock:
@@ -106,6 +108,7 @@ class States:
             self._plans.keep_state_at(graph, {t.id: homes[i] for i, t in enumerate(graph.state) if homes[i] >= 0})
             loaded = self._plans.get(graph) or await self._plans.load(graph)
             while not state.is_allocated:  # again where it was reset or restored meanwhile
+                self._runner.enter()
                 state.check_usable()
                 await self._allocate(state, graph.state, loaded.plan.state_homes)
         return loaded
@@ -127,9 +130,8 @@ class States:
             return [_upload(*each) for each in zip(source, tensors, backends, strict=True)]
 
         arrays = await in_thread(upload, "upload")
-        if state._source is source and not state._gone:  # nobody has put other values in its place meanwhile
+        if state._source is source and not state._gone:  # neither replaced nor ended meanwhile
             state.home_indices, state._homes, state._arrays = homes, backends, arrays
-            self._live.add(state)
 
     def _check_room(self, state: State, homes: Sequence[int]) -> None:
         """Raise `AllocationError` where there is no room for another set of the state's arrays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import aiopipe as ap
+from aiopipe.devices.xla import XlaBackend
 from models import assert_close, oracle
 
 WIDTH, ROWS, LAYERS = 8, 16, 4
@@ -486,3 +488,28 @@ async def test_it_ends_with_its_scheduler() -> None:
         again = ap.State(taken.value)
         got = await sched.graph_compute(await spread(sched, 1), xs(2)[1], state=again)
         assert_close(np.asarray(got), one_by_one(xs(2))[0][1])
+
+
+async def test_it_ends_with_its_scheduler_also_while_it_is_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    upload, began, go_on = XlaBackend.upload, threading.Event(), threading.Event()
+
+    def held_up(self: XlaBackend, value: Any, tensor: ap.Tensor) -> Any:
+        uploaded = upload(self, value, tensor)
+        if tensor.name == "n":  # the last of them
+            began.set()
+            assert go_on.wait(30)
+        return uploaded
+
+    state = ap.State(empty())
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        graph = await spread(sched, 1)
+        await sched.plan(graph)
+        monkeypatch.setattr(XlaBackend, "upload", held_up)
+        running = asyncio.ensure_future(sched.graph_compute(graph, xs(1)[0], state=state))
+        assert await asyncio.to_thread(began.wait, 30)
+    go_on.set()  # what was uploaded arrives when all is closed
+    with pytest.raises(ap.BackendClosedError):
+        await running
+    assert not state.is_allocated
+    with pytest.raises(ap.StateError, match="ended with its scheduler"):
+        await state.snapshot()
