@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -86,6 +87,7 @@ class State(HasSpecs):
         error: why it is marked, or None.
         n_evaluations: evaluations that have replaced its arrays.
         home_indices: of each array's backend, among those of the scheduler; empty before the first evaluation.
+        turn: held while a snapshot that has begun waits for its plan.
     """
 
     def __init__(self, values: Any, *, name: str = "state") -> None:
@@ -107,6 +109,7 @@ class State(HasSpecs):
         self._homes: tuple[Backend, ...] = ()
         self._owner: weakref.ref[Any] | None = None
         self._gone = ""
+        self.turn = asyncio.Lock()
         self.fitting: PerGraph[bool] = PerGraph()  # graphs that were found to fit
 
     @property

@@ -67,7 +67,21 @@ class States:
 
     async def settle(self, state: State) -> None:
         """Wait until nothing that uses the state is under way."""
+        async with state.turn:
+            pass
         await self._runner.settle(state)
+
+    async def wait_turn(self, state: State) -> None:
+        """Wait for the snapshots of a state that wait for their plan: what is submitted later comes behind them.
+
+        Raises:
+            BackendClosedError: the scheduler is closed.
+            WrongLoopError: it belongs to another event loop.
+        """
+        if state.turn.locked():
+            self._runner.enter()
+        async with state.turn:
+            pass
 
     async def snapshot(self, state: State) -> list[Any]:
         """Copies of the arrays as they are behind everything that was submitted so far.
@@ -75,15 +89,18 @@ class States:
         Raises:
             AllocationError: there is no room for them.
         """
+        self._runner.enter()
         self._check_room(state, state.home_indices)
-        key = (state.structure, state.home_indices)
-        graph = self._copiers.get(key)
-        if graph is None:
-            with undisturbed():  # a copy is a copy, whatever is in it
-                graph = self._copiers[key] = trace(_copy, None, state=state.specs, name="snapshot")
-        loaded = self._plans.get(graph)
-        if loaded is None or not self.fits(state, loaded):
-            loaded = await self.prepare(state, graph)
+        async with state.turn:
+            key = (state.structure, state.home_indices)
+            graph = self._copiers.get(key)
+            if graph is None:
+                with undisturbed():  # a copy is a copy, whatever is in it
+                    graph = self._copiers[key] = trace(_copy, None, state=state.specs, name="snapshot")
+            loaded = self._plans.get(graph)
+            if loaded is None or not self.fits(state, loaded):
+                loaded = await self.prepare(state, graph)
+        # Who waited for the turn goes on when this next waits: then it has its place in the order.
         # An eval callback sees the user's graphs: what it says of a copy must not mark the state.
         return jax.tree.leaves(await (await self._runner.submit(loaded, (), state, observed=False)))
 

@@ -276,6 +276,58 @@ async def test_snapshot_restore_fork_and_reset() -> None:
             await other.restore(taken)
 
 
+@pytest.mark.parametrize("then", ["evaluations", "reset", "fork", "free"])
+async def test_the_first_snapshot_is_in_order_too(then: str) -> None:
+    """It needs a plan, which is made in threads. What is asked for meanwhile comes behind it."""
+    values = xs(3)
+    async with ap.Scheduler(devices(2)) as sched:
+        graph, state = await spread(sched), ap.State(empty())
+        await sched.graph_compute(graph, values[0], state=state)
+        taking = asyncio.ensure_future(state.snapshot())
+        await asyncio.sleep(0)
+        if then == "evaluations":
+            second, third = [sched.graph_compute(graph, x, state=state) for x in values[1:]]
+            assert_close(list(map(np.asarray, await asyncio.gather(second, third))), one_by_one(values)[0][1:])
+        elif then == "reset":
+            await state.reset()
+            got = await sched.graph_compute(graph, values[0], state=state)
+            assert_close(np.asarray(got), one_by_one(values)[0][0])
+        elif then == "fork":
+            fork = asyncio.ensure_future(state.fork())
+            await asyncio.sleep(0)
+            await sched.graph_compute(graph, values[2], state=state)
+            got = await sched.graph_compute(graph, values[1], state=await fork)
+            assert_close(np.asarray(got), one_by_one(values)[0][1])
+        else:
+            await state.free()
+        assert_close(jax.tree.map(np.asarray, (await taking).value), one_by_one(values[:1])[1])
+
+
+async def test_a_first_snapshot_that_is_cancelled_or_fails_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = xs(3)
+    async with ap.Scheduler(devices(2)) as sched:
+        graph, state = await spread(sched), ap.State(empty())
+        await sched.graph_compute(graph, values[0], state=state)
+        taking = asyncio.ensure_future(state.snapshot())
+        await asyncio.sleep(0)
+        second = asyncio.ensure_future(sched.graph_compute(graph, values[1], state=state))
+        await asyncio.sleep(0)
+        taking.cancel()
+        assert_close(np.asarray(await second), one_by_one(values)[0][1])
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        await sched.synchronize()
+        sched.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(XlaBackend, "load", lambda self, program: 1 // 0)
+            taking = asyncio.ensure_future(state.snapshot())
+            await asyncio.sleep(0)
+            third = asyncio.ensure_future(sched.graph_compute(graph, values[2], state=state))
+            with pytest.raises(ZeroDivisionError):
+                await taking
+        assert_close(np.asarray(await third), one_by_one(values)[0][2])
+
+
 async def test_before_its_first_evaluation() -> None:
     state = ap.State({"a": np.arange(3.0, dtype=np.float32)})
     fork = await state.fork()
