@@ -35,6 +35,10 @@ class Owner(Protocol):
         """Wait until nothing that uses the state is under way."""
         ...
 
+    def freed(self, copier: Graph | None) -> None:
+        """A state was freed, of which this graph made copies."""
+        ...
+
 
 class Snapshot:
     """What a `State` held at one moment. Immutable: it can be restored any number of times.
@@ -87,6 +91,7 @@ class State(HasSpecs):
         error: why it is marked, or None.
         n_evaluations: evaluations that have replaced its arrays.
         home_indices: of each array's backend, among those of the scheduler; empty before the first evaluation.
+        copier: the graph by which its scheduler copies it, if any state of its kind was copied.
         turn: held while a snapshot that has begun waits for its plan.
     """
 
@@ -109,6 +114,7 @@ class State(HasSpecs):
         self._homes: tuple[Backend, ...] = ()
         self._owner: weakref.ref[Any] | None = None
         self._gone = ""
+        self.copier: Graph | None = None
         self.turn = asyncio.Lock()
         self.fitting: PerGraph[bool] = PerGraph()  # graphs that were found to fit
 
@@ -177,7 +183,10 @@ class State(HasSpecs):
         """Give the memory back, when what was submitted has finished. Using it afterwards raises `StateError`."""
         if not self._gone:
             await self._settle()
+            owner, copier = self._owned_by(), self.copier
             self.end("was freed")
+            if owner is not None:
+                owner.freed(copier)
 
     # What follows is for the scheduler -------------------------------------------------------------
 
@@ -241,7 +250,7 @@ class State(HasSpecs):
     def end(self, why: str) -> None:
         """Let go of everything, for good."""
         self._gone = why
-        self._arrays, self._source, self._initial = None, (), ()
+        self._arrays, self._source, self._initial, self.copier = None, (), (), None
 
     def mark(self, error: BaseException, by: int) -> None:
         """An evaluation left the arrays in between. Of several, the error of the one submitted first stays."""

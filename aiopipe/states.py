@@ -40,7 +40,7 @@ class States:
         self._plans = plans
         self._runner = runner
         self._live: weakref.WeakSet[State] = weakref.WeakSet()
-        self._copiers: dict[Hashable, Graph] = {}
+        self._copiers: weakref.WeakValueDictionary[Hashable, Graph] = weakref.WeakValueDictionary()
         self._lock: asyncio.Lock | None = None
 
     def nbytes(self) -> list[int]:
@@ -55,6 +55,12 @@ class States:
     def adopt(self, state: State) -> None:
         """Count the bytes of a state that has arrays."""
         self._live.add(state)
+        state.copier = self._copiers.get(_kind(state))
+
+    def freed(self, copier: Graph | None) -> None:
+        """Drop the plan by which a state that was freed was copied, unless another state may need it."""
+        if copier is not None and not any(state.copier is copier for state in self._live):
+            self._plans.drop(copier)
 
     def end(self) -> None:
         """The scheduler is closed: no array of a state shall outlive it."""
@@ -92,17 +98,23 @@ class States:
         self._runner.enter()
         self._check_room(state, state.home_indices)
         async with state.turn:
-            key = (state.structure, state.home_indices)
-            graph = self._copiers.get(key)
-            if graph is None:
-                with undisturbed():  # a copy is a copy, whatever is in it
-                    graph = self._copiers[key] = trace(_copy, None, state=state.specs, name="snapshot")
+            graph = state.copier or self._new_copier(state)
             loaded = self._plans.get(graph)
             if loaded is None or not self.fits(state, loaded):
                 loaded = await self.prepare(state, graph)
         # Who waited for the turn goes on when this next waits: then it has its place in the order.
         # An eval callback sees the user's graphs: what it says of a copy must not mark the state.
         return jax.tree.leaves(await (await self._runner.submit(loaded, (), state, observed=False)))
+
+    def _new_copier(self, state: State) -> Graph:
+        """A graph that copies states of this kind. They hold it: it goes with the last of them, as its plan does."""
+        kind = _kind(state)
+        with undisturbed():  # a copy is a copy, whatever is in it
+            graph = self._copiers[kind] = trace(_copy, None, state=state.specs, name="snapshot")
+        for each in self._live:
+            if _kind(each) == kind and not each._gone:
+                each.copier = graph
+        return graph
 
     async def prepare(self, state: State, graph: Graph) -> Loaded:
         """A plan that reads the state where it is, and its arrays in place.
@@ -149,6 +161,7 @@ class States:
         arrays = await in_thread(upload, "upload")
         if state._source is source and not state._gone:  # neither replaced nor ended meanwhile
             state.home_indices, state._homes, state._arrays = homes, backends, arrays
+            self.adopt(state)
 
     def _check_room(self, state: State, homes: Sequence[int]) -> None:
         """Raise `AllocationError` where there is no room for another set of the state's arrays."""
@@ -173,6 +186,11 @@ class States:
         for b, nbytes in zip(homes, state.sizes, strict=True):
             needs[b] = needs.get(b, 0) + nbytes
         return list(needs.items())
+
+
+def _kind(state: State) -> Hashable:
+    """Equal for states that one graph can copy."""
+    return state.structure, state.home_indices
 
 
 def _copy(_: None, state: Any) -> tuple[Any, Any]:

@@ -328,6 +328,38 @@ async def test_a_first_snapshot_that_is_cancelled_or_fails_holds_up_nobody(monke
         assert_close(np.asarray(await third), one_by_one(values)[0][2])
 
 
+async def test_the_plan_of_snapshots_goes_with_the_last_state_of_its_kind() -> None:
+    start = np.zeros(1 << 10, np.float32)
+    async with ap.Scheduler(devices(1)) as sched:
+        first, second = ap.State(start), ap.State(start)
+        graph = ap.trace(lambda _, s, x: (x, s + x), None, np.float32(0), state=start)
+        for state in (first, second):
+            await sched.graph_compute(graph, np.float32(1), state=state)
+        before = sched.buffer_size("cpu:0")
+        await first.snapshot()
+        fork = await first.fork()
+        planned = sched.statistics().planned
+        await first.free()
+        third = ap.State(start)
+        await sched.graph_compute(graph, np.float32(1), state=third)
+        for state in (second, third, fork):  # one plan for all of them
+            await state.snapshot()
+        assert sched.statistics().planned == planned
+        await third.free()
+        await fork.free()
+        assert sched.buffer_size("cpu:0") > before
+        await second.free()
+        assert sched.buffer_size("cpu:0") == before - start.nbytes  # a plan counts one state where none is there
+        assert len(sched._plans.values()) == 1
+        fourth = ap.State(start)
+        await sched.graph_compute(graph, np.float32(1), state=fourth)
+        await fourth.snapshot()
+        del fourth, state
+        await asyncio.sleep(0)  # asyncio lets go of the task that loaded it
+        gc.collect()
+        assert len(sched._plans.values()) == 1
+
+
 async def test_before_its_first_evaluation() -> None:
     state = ap.State({"a": np.arange(3.0, dtype=np.float32)})
     fork = await state.fork()
