@@ -71,6 +71,7 @@ class State(HasSpecs):
     overlap. Each array stays on the backend that computes its next value, which takes over its memory.
     An evaluation that fails, is aborted, or is cancelled when a part of it has been launched, leaves the state
     in between: it is marked, and every later use raises `StateError` until `reset` or `restore`.
+    A graph takes any state whose arrays have its shapes and types in its order; their names are for messages.
 
     Args:
         values: a pytree of arrays, whose values it begins with (they are copied, when it is first used), or of
