@@ -50,6 +50,8 @@ class Ready:
             StateError: the state cannot be used for it.
             ReplanError: the plan would have to be made, and that is forbidden.
         """
+        if state is not None:
+            await self._states.wait_turn(state)
         check_state(graph, state)
         loaded = self._plans.get(graph)
         if state is None:

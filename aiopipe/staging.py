@@ -27,7 +27,11 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 
 
 class Slots:
-    """Whose staging buffers each slot has: one object for all plans of a scheduler."""
+    """Whose staging buffers each slot has: one object for all plans of a scheduler.
+
+    Slots are taken on the loop and, for large inputs, on the thread that captures, while the loop may trim. So each
+    step on the dictionary is one that the interpreter does not part: none iterates over it in Python.
+    """
 
     def __init__(self) -> None:
         self._owner: dict[int, weakref.ref[Staging]] = {}
@@ -39,8 +43,9 @@ class Slots:
 
     def trim(self, n_copies: int) -> None:
         """Let go of the buffers of slots that exist no longer."""
-        for copy_id in [c for c in self._owner if c >= n_copies]:
-            self._let_go(copy_id)
+        for copy_id in list(self._owner):
+            if copy_id >= n_copies:
+                self._let_go(copy_id)
 
     def _let_go(self, copy_id: int) -> None:
         known = self._owner.pop(copy_id, None)

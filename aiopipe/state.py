@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -34,6 +35,10 @@ class Owner(Protocol):
         """Wait until nothing that uses the state is under way."""
         ...
 
+    def freed(self, copier: Graph | None) -> None:
+        """A state was freed, of which this graph made copies."""
+        ...
+
 
 class Snapshot:
     """What a `State` held at one moment. Immutable: it can be restored any number of times.
@@ -52,8 +57,8 @@ class Snapshot:
 
     @property
     def value(self) -> Any:
-        """The arrays, as a pytree of the state's structure, each on its device."""
-        return jax.tree.unflatten(self.structure[0], self._leaves)
+        """The arrays, as a pytree of the state's structure, each on its device. Those of NumPy are read-only."""
+        return jax.tree.unflatten(self.structure[0], map(_shown, self._leaves))
 
     def __repr__(self) -> str:
         return f"<Snapshot of state {self.state_name!r}, {self.nbytes} bytes>"
@@ -66,6 +71,7 @@ class State(HasSpecs):
     overlap. Each array stays on the backend that computes its next value, which takes over its memory.
     An evaluation that fails, is aborted, or is cancelled when a part of it has been launched, leaves the state
     in between: it is marked, and every later use raises `StateError` until `reset` or `restore`.
+    A graph takes any state whose arrays have its shapes and types in its order; their names are for messages.
 
     Args:
         values: a pytree of arrays, whose values it begins with (they are copied, when it is first used), or of
@@ -86,6 +92,8 @@ class State(HasSpecs):
         error: why it is marked, or None.
         n_evaluations: evaluations that have replaced its arrays.
         home_indices: of each array's backend, among those of the scheduler; empty before the first evaluation.
+        copier: the graph by which its scheduler copies it, if any state of its kind was copied.
+        turn: held while a snapshot that has begun waits for its plan.
     """
 
     def __init__(self, values: Any, *, name: str = "state") -> None:
@@ -107,6 +115,8 @@ class State(HasSpecs):
         self._homes: tuple[Backend, ...] = ()
         self._owner: weakref.ref[Any] | None = None
         self._gone = ""
+        self.copier: Graph | None = None
+        self.turn = asyncio.Lock()
         self.fitting: PerGraph[bool] = PerGraph()  # graphs that were found to fit
 
     @property
@@ -174,7 +184,10 @@ class State(HasSpecs):
         """Give the memory back, when what was submitted has finished. Using it afterwards raises `StateError`."""
         if not self._gone:
             await self._settle()
+            owner, copier = self._owned_by(), self.copier
             self.end("was freed")
+            if owner is not None:
+                owner.freed(copier)
 
     # What follows is for the scheduler -------------------------------------------------------------
 
@@ -184,8 +197,7 @@ class State(HasSpecs):
 
     def check_usable(self) -> None:
         """Raise `StateError` where the state is marked or freed."""
-        if self._gone:
-            raise StateError(f"{self!r} {self._gone}: make a new one")
+        self._check_there()
         if self.error is not None:
             raise self.refusal()
 
@@ -239,7 +251,7 @@ class State(HasSpecs):
     def end(self, why: str) -> None:
         """Let go of everything, for good."""
         self._gone = why
-        self._arrays, self._source, self._initial = None, (), ()
+        self._arrays, self._source, self._initial, self.copier = None, (), (), None
 
     def mark(self, error: BaseException, by: int) -> None:
         """An evaluation left the arrays in between. Of several, the error of the one submitted first stays."""
@@ -257,15 +269,19 @@ class State(HasSpecs):
     def _owned_by(self) -> Owner | None:
         return None if self._owner is None else self._owner()
 
+    def _check_there(self) -> None:
+        if self._gone:
+            raise StateError(f"{self!r} {self._gone}: make a new one")
+
     async def _settle(self) -> None:
         owner = self._owned_by()
         if owner is not None:
             await owner.settle(self)
 
     async def _replace(self, leaves: tuple[Any, ...]) -> None:
-        if self._gone:
-            self.check_usable()
+        self._check_there()
         await self._settle()
+        self._check_there()  # it may have been freed, or its scheduler closed, meanwhile
         self._arrays, self._source, self.error = None, leaves, None
 
     def __repr__(self) -> str:
@@ -281,6 +297,14 @@ def _private(leaf: Any) -> Any:
     if is_scalar(leaf):
         return np.asarray(leaf, spec_of(leaf).dtype)
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _shown(leaf: Any) -> Any:
+    """An array for the user to read: where it is NumPy's, a state may begin with that very memory."""
+    if isinstance(leaf, np.ndarray):
+        leaf = leaf.view()
+        leaf.flags.writeable = False
+    return leaf
 
 
 def check_state(graph: Graph, state: State | None) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import jax
@@ -15,6 +18,7 @@ import pytest
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster
 from aiopipe.sched.alloc import BackendSize, check_memory, largest_n_copies
+from aiopipe.staging import Slots, Staging
 from models import assert_close, batch, mlp, mlp_params, oracle
 from simgraphs import SPEC, TOTAL, array, assert_equal, chain, settled, unsplit
 
@@ -315,3 +319,28 @@ async def test_what_is_too_large_for_a_device_is_not_placed() -> None:
     with pytest.raises(ap.AllocationError, match="no room on 'sim:0'"):
         await ap.place({"w": np.zeros(300, np.float32)}, {"*": cluster.backends[0]})
     await ap.place({"w": np.zeros(200, np.float32)}, {"*": cluster.backends[0]})
+
+
+def test_slots_are_trimmed_while_a_thread_takes_some() -> None:
+    """What another thread may do between any two instructions of `trim`, done there."""
+    slots, owner = Slots(), Staging.__new__(Staging)
+    owner.buffers = {}
+    for copy_id in range(4):
+        slots.take(copy_id, owner)
+        owner.buffers[copy_id] = []
+    taken = itertools.count(10)
+
+    def between(frame: FrameType, event: str, _: object) -> Any:
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            slots.take(next(taken), owner)
+        return between
+
+    before = sys.gettrace()
+    sys.settrace(between)
+    try:
+        slots.trim(2)
+    finally:
+        sys.settrace(before)
+    assert next(taken) > 20, "some were taken meanwhile"
+    assert sorted(owner.buffers) == [0, 1] and {0, 1} <= set(slots._owner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import aiopipe as ap
+from aiopipe.devices.xla import XlaBackend
 from models import assert_close, oracle
 
 WIDTH, ROWS, LAYERS = 8, 16, 4
@@ -230,6 +232,24 @@ async def test_bytes_are_counted_and_refused_before_anything_is_allocated() -> N
             await sched.graph_compute(graph, np.float32(1), state=states[0])
 
 
+@pytest.mark.parametrize("mib", [3, 5, 7])
+async def test_a_state_needs_its_bytes_once(mib: int) -> None:
+    start = np.zeros(mib << 18, np.float32)
+    async with ap.Scheduler(["cpu:0"], memory_limit=8 << 20, n_copies=1) as sched:
+        state, other = ap.State(start), ap.State(start, name="other")
+        graph = ap.trace(lambda _, s, x: (x, s + x), None, np.float32(0), state=state)
+        await sched.graph_compute(graph, np.float32(1), state=state)
+        used = sched.buffer_size("cpu:0")
+        assert used < 8 << 20
+        if mib == 3:
+            await sched.graph_compute(graph, np.float32(1), state=other)
+        else:
+            with pytest.raises(ap.AllocationError, match=r"'other'.*they have") as info:
+                await sched.graph_compute(graph, np.float32(1), state=other)
+            assert info.value.asked_nbytes == mib << 20
+            assert info.value.available_nbytes == (8 << 20) - used
+
+
 # Snapshots ---------------------------------------------------------------------------------------
 
 
@@ -254,6 +274,90 @@ async def test_snapshot_restore_fork_and_reset() -> None:
         other = ap.State({"a": np.zeros(3)})
         with pytest.raises(ap.StateError, match="other arrays"):
             await other.restore(taken)
+
+
+@pytest.mark.parametrize("then", ["evaluations", "reset", "fork", "free"])
+async def test_the_first_snapshot_is_in_order_too(then: str) -> None:
+    """It needs a plan, which is made in threads. What is asked for meanwhile comes behind it."""
+    values = xs(3)
+    async with ap.Scheduler(devices(2)) as sched:
+        graph, state = await spread(sched), ap.State(empty())
+        await sched.graph_compute(graph, values[0], state=state)
+        taking = asyncio.ensure_future(state.snapshot())
+        await asyncio.sleep(0)
+        if then == "evaluations":
+            second, third = [sched.graph_compute(graph, x, state=state) for x in values[1:]]
+            assert_close(list(map(np.asarray, await asyncio.gather(second, third))), one_by_one(values)[0][1:])
+        elif then == "reset":
+            await state.reset()
+            got = await sched.graph_compute(graph, values[0], state=state)
+            assert_close(np.asarray(got), one_by_one(values)[0][0])
+        elif then == "fork":
+            fork = asyncio.ensure_future(state.fork())
+            await asyncio.sleep(0)
+            await sched.graph_compute(graph, values[2], state=state)
+            got = await sched.graph_compute(graph, values[1], state=await fork)
+            assert_close(np.asarray(got), one_by_one(values)[0][1])
+        else:
+            await state.free()
+        assert_close(jax.tree.map(np.asarray, (await taking).value), one_by_one(values[:1])[1])
+
+
+async def test_a_first_snapshot_that_is_cancelled_or_fails_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = xs(3)
+    async with ap.Scheduler(devices(2)) as sched:
+        graph, state = await spread(sched), ap.State(empty())
+        await sched.graph_compute(graph, values[0], state=state)
+        taking = asyncio.ensure_future(state.snapshot())
+        await asyncio.sleep(0)
+        second = asyncio.ensure_future(sched.graph_compute(graph, values[1], state=state))
+        await asyncio.sleep(0)
+        taking.cancel()
+        assert_close(np.asarray(await second), one_by_one(values)[0][1])
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        await sched.synchronize()
+        sched.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(XlaBackend, "load", lambda self, program: 1 // 0)
+            taking = asyncio.ensure_future(state.snapshot())
+            await asyncio.sleep(0)
+            third = asyncio.ensure_future(sched.graph_compute(graph, values[2], state=state))
+            with pytest.raises(ZeroDivisionError):
+                await taking
+        assert_close(np.asarray(await third), one_by_one(values)[0][2])
+
+
+async def test_the_plan_of_snapshots_goes_with_the_last_state_of_its_kind() -> None:
+    start = np.zeros(1 << 10, np.float32)
+    async with ap.Scheduler(devices(1)) as sched:
+        first, second = ap.State(start), ap.State(start)
+        graph = ap.trace(lambda _, s, x: (x, s + x), None, np.float32(0), state=start)
+        for state in (first, second):
+            await sched.graph_compute(graph, np.float32(1), state=state)
+        before = sched.buffer_size("cpu:0")
+        await first.snapshot()
+        fork = await first.fork()
+        planned = sched.statistics().planned
+        await first.free()
+        third = ap.State(start)
+        await sched.graph_compute(graph, np.float32(1), state=third)
+        for state in (second, third, fork):  # one plan for all of them
+            await state.snapshot()
+        assert sched.statistics().planned == planned
+        await third.free()
+        await fork.free()
+        assert sched.buffer_size("cpu:0") > before
+        await second.free()
+        assert sched.buffer_size("cpu:0") == before - start.nbytes  # a plan counts one state where none is there
+        assert len(sched._plans.values()) == 1
+        fourth = ap.State(start)
+        await sched.graph_compute(graph, np.float32(1), state=fourth)
+        await fourth.snapshot()
+        del fourth, state
+        await asyncio.sleep(0)  # asyncio lets go of the task that loaded it
+        gc.collect()
+        assert len(sched._plans.values()) == 1
 
 
 async def test_before_its_first_evaluation() -> None:
@@ -281,6 +385,29 @@ async def test_the_callers_arrays_stay_the_callers() -> None:
         second = await sched.graph_compute(graph, state=state)
         assert np.asarray(first).tolist() == [2.0] * 4 and np.asarray(second).tolist() == [4.0] * 4
     assert np.asarray(theirs).tolist() == [1.0] * 4
+
+
+async def test_what_a_snapshot_shows_cannot_be_changed() -> None:
+    """Neither of a state that was not used yet, whose arrays are those that it begins with, nor of one that was."""
+    start = {"a": np.ones(4, np.float32), "n": np.float32(1), "z": jax.ShapeDtypeStruct((4,), np.float32)}
+    state = ap.State(start)
+    graph = ap.trace(lambda _, s: (s["a"].sum() + s["n"] + s["z"].sum(), s), None, state=state)
+
+    async def unchanged() -> Any:
+        taken = await state.snapshot()
+        for leaf in taken.value.values():
+            with pytest.raises((ValueError, TypeError)):
+                leaf[...] = 100
+        return taken
+
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        taken = await unchanged()
+        assert float(await sched.graph_compute(graph, state=state)) == 5
+        await unchanged()
+        for again in (state.reset(), state.restore(taken)):
+            await again
+            await unchanged()
+            assert float(await sched.graph_compute(graph, state=state)) == 5
 
 
 # Functions of all kinds --------------------------------------------------------------------------
@@ -445,3 +572,28 @@ async def test_it_ends_with_its_scheduler() -> None:
         again = ap.State(taken.value)
         got = await sched.graph_compute(await spread(sched, 1), xs(2)[1], state=again)
         assert_close(np.asarray(got), one_by_one(xs(2))[0][1])
+
+
+async def test_it_ends_with_its_scheduler_also_while_it_is_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    upload, began, go_on = XlaBackend.upload, threading.Event(), threading.Event()
+
+    def held_up(self: XlaBackend, value: Any, tensor: ap.Tensor) -> Any:
+        uploaded = upload(self, value, tensor)
+        if tensor.name == "n":  # the last of them
+            began.set()
+            assert go_on.wait(30)
+        return uploaded
+
+    state = ap.State(empty())
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        graph = await spread(sched, 1)
+        await sched.plan(graph)
+        monkeypatch.setattr(XlaBackend, "upload", held_up)
+        running = asyncio.ensure_future(sched.graph_compute(graph, xs(1)[0], state=state))
+        assert await asyncio.to_thread(began.wait, 30)
+    go_on.set()  # what was uploaded arrives when all is closed
+    with pytest.raises(ap.BackendClosedError):
+        await running
+    assert not state.is_allocated
+    with pytest.raises(ap.StateError, match="ended with its scheduler"):
+        await state.snapshot()

@@ -401,3 +401,21 @@ async def test_reset_and_free_wait_for_what_is_under_way() -> None:
         for use in (state.snapshot, state.fork, state.reset):
             with pytest.raises(ap.StateError, match="was freed"):
                 await use()
+
+
+async def test_who_waits_beside_free_finds_it_freed() -> None:
+    cluster = Cluster(2, compute=True, split_cost_s=1.0)
+    graph = chain(2)
+    async with await scheduler(cluster, graph) as sched:
+        state = zeros(2)
+        await sched.graph_compute(graph, array(1), state=state)
+        taken = await state.snapshot()
+        running = await sched.graph_compute_async(graph, array(2), state=state)
+        freeing = asyncio.ensure_future(state.free())
+        await asyncio.sleep(0)
+        waiting = [asyncio.ensure_future(again) for again in (state.reset(), state.restore(taken))]
+        await freeing
+        for each in waiting:
+            with pytest.raises(ap.StateError, match="was freed"):
+                await each
+        assert running.done() and not state._source
