@@ -79,6 +79,8 @@ def canonical_dtype(x: Any) -> str:
         dtype = jax.dtypes.result_type(x) if isinstance(x, (bool, int, float, complex)) else x
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype_name(dtype)
+    if isinstance(dtype, np.dtype):  # JAX narrows no 64 bits whose bytes are the other way round
+        dtype = dtype.newbyteorder("=")
     return dtype_name(jax.dtypes.canonicalize_dtype(dtype))
 
 
