@@ -6,9 +6,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from ._arguments import Leaf, convert_numbers
+from ._jax_types import canonical_dtype, dtype_of
 from ._threads import in_thread
 from .backend import Backend
 from .errors import TensorError
@@ -48,20 +49,22 @@ class ByHand:
             raise TensorError(
                 f"tensor {tensor.describe()} is a {tensor.kind.value}, not an input of a graph: set one of graph.inputs"
             )
-        value = data if hasattr(data, "dtype") else np.asarray(data)
-        target = _numpy_dtype(tensor.dtype)
-        got, shape = str(value.dtype), tuple(value.shape)
-        if shape != tensor.shape or (got != tensor.dtype and not _converts(data, value.dtype, target)):
+        if not hasattr(data, "dtype"):
+            self._values[tensor] = convert_numbers(data, Leaf(tensor.name, tensor.shape, dtype_of(tensor.dtype)))
+            return
+        got, shape = str(data.dtype), tuple(data.shape)
+        if shape != tensor.shape or (got != tensor.dtype and not _converts(data, tensor.dtype)):
             raise TensorError(
                 f"input {tensor.describe()} got {got}[{','.join(map(str, shape))}]: give a value of its shape and "
                 "type, or trace again for these"
             )
-        if any(backend.accepts(value) for backend in self._backends):
-            self._values[tensor] = value  # immutable
-        elif tensor.nbytes <= INLINE_NBYTES and isinstance(value, (np.ndarray, np.generic)):
-            self._values[tensor] = np.array(value, target)
+        target = None if tensor.dtype.startswith("key<") else dtype_of(tensor.dtype)
+        if any(backend.accepts(data) for backend in self._backends):
+            self._values[tensor] = data  # immutable
+        elif tensor.nbytes <= INLINE_NBYTES and isinstance(data, (np.ndarray, np.generic)):
+            self._values[tensor] = np.array(data, target)
         else:
-            self._values[tensor] = await in_thread(lambda: np.array(value, target), "capture")
+            self._values[tensor] = await in_thread(lambda: np.array(data, target), "capture")
 
     def inputs_of(self, graph: Graph) -> list[Any]:
         """What was set for a graph's inputs, in order.
@@ -108,17 +111,11 @@ class ByHand:
         return array
 
 
-def _numpy_dtype(name: str) -> np.dtype[Any] | None:
-    try:
-        return np.dtype(getattr(ml_dtypes, name, name))
-    except TypeError:  # a PRNG key
-        return None
-
-
-def _converts(data: Any, got: Any, target: np.dtype[Any] | None) -> bool:
-    """Whether a value may take the tensor's type: Python numbers of the kind, and 64 bit where JAX has only 32."""
-    if target is None or not isinstance(got, np.dtype):
+def _converts(data: Any, wanted: str) -> bool:
+    """Whether it is NumPy's and takes the tensor's type as it would in a call: with 64 bits where JAX has only 32."""
+    if not isinstance(data, (np.ndarray, np.generic)):
         return False
-    if not hasattr(data, "dtype"):
-        return np.can_cast(got, target, "same_kind") or target.kind == "V"
-    return got.kind == target.kind and got.itemsize == 8 and target.itemsize == 4 and isinstance(data, np.ndarray)
+    try:
+        return canonical_dtype(data.dtype) == wanted
+    except TypeError:  # no type of JAX's
+        return False

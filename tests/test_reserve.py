@@ -183,8 +183,8 @@ async def test_several_inputs_and_outputs() -> None:
         (np.zeros((3, 8), np.float32), r"'x' float32\[2,8\] got float32\[3,8\]"),
         (np.zeros((2, 8), np.int32), r"'x' float32\[2,8\] got int32\[2,8\]"),
         (np.zeros((2, 8), np.complex128), "got complex128"),
-        ([[1j] * 8] * 2, "got complex128"),
-        (None, "got object"),
+        ([[1j] * 8] * 2, r"'x' got a list .*, expected float32\[2,8\]: complex128 numbers are not converted"),
+        (None, "got a NoneType"),
     ],
 )
 async def test_data_that_does_not_fit(data: Any, message: str) -> None:
@@ -194,6 +194,44 @@ async def test_data_that_does_not_fit(data: Any, message: str) -> None:
             await sched.tensor_set(graph.inputs[0], data)
         with pytest.raises(ap.TensorError, match="is a weight, not an input"):
             await sched.tensor_set(graph.weights[0], data)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.float32, np.bool_])
+async def test_numbers_are_converted_as_in_a_call(dtype: Any) -> None:
+    """By call, by `Scheduler.tensor_set` and by `Backend.tensor_set`: the same value, or refused by all three."""
+    numbers = (3, -1, 300, 2**40, 2**63, 2.5, True, 1j, "1")
+    n_refused = 0
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        graph = ap.trace(lambda w, x: x, (), np.zeros((), dtype))
+        tensor = sched.backends[0].alloc_buffer(64).alloc((), np.dtype(dtype).name)
+        for number in numbers:
+            got: list[Any] = []
+            for way in ("call", "set", "backend"):
+                try:
+                    if way == "call":
+                        got.append(await sched.graph_compute(graph, number))
+                    elif way == "set":
+                        await sched.tensor_set(graph.inputs[0], number)
+                        got.append(await sched.graph_compute(graph))
+                    else:
+                        await sched.backends[0].tensor_set(tensor, number)
+                        got.append(await sched.backends[0].tensor_get(tensor))
+                except ap.TensorError:
+                    got.append(None)
+            if None in got:
+                assert got == [None] * 3, number
+                n_refused += 1
+            else:
+                assert all(np.asarray(value) == number for value in got)
+    assert n_refused == {"int8": 7, "uint8": 8, "int32": 6, "uint32": 7, "float32": 3, "bool": 8}[np.dtype(dtype).name]
+
+
+@pytest.mark.parametrize("data", [np.float64(2), np.array(2, ">f8"), np.array(2, ">f4"), np.float32(2), 2, 2.0])
+async def test_whatever_fits_by_call_can_be_set(data: Any) -> None:
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        graph = ap.trace(lambda w, x: x * w, np.float32(3), np.float32(0))
+        await sched.tensor_set(graph.inputs[0], data)
+        assert float(await sched.graph_compute(graph)) == float(await sched.graph_compute(graph, data)) == 6
 
 
 async def test_a_large_input_is_captured_at_once_and_arrays_as_they_are() -> None:
@@ -212,7 +250,7 @@ async def test_a_large_input_is_captured_at_once_and_arrays_as_they_are() -> Non
 async def test_a_key_is_set_as_a_key_alone() -> None:
     async with ap.Scheduler(["cpu:0"]) as sched:
         graph = ap.trace(lambda w, key: jax.random.normal(key, (3,)), (), jax.random.key(0))
-        with pytest.raises(ap.TensorError, match=r"'key' key<fry>\[\] got int64\[\]: give a value of its shape and"):
+        with pytest.raises(ap.TensorError, match=r"'key' got the int 7 .*expected key<fry>\[\]: int64 numbers are not"):
             await sched.tensor_set(graph.inputs[0], 7)
         await sched.tensor_set(graph.inputs[0], jax.random.key(7))
         assert_close(await sched.graph_compute(graph), jax.random.normal(jax.random.key(7), (3,)))
