@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 
 import aiopipe as ap
+from aiopipe import by_hand
 from aiopipe.devices.base import DeviceType
 from aiopipe.devices.sim import Cluster, fail
 from aiopipe.devices.xla import XlaDevice
 from graphs import FakeDevice
+from hanging import Later
 from models import assert_close, batch, mlp, mlp_params, oracle
 from simgraphs import array, assert_equal, chain, settled, unsplit
 
@@ -247,6 +250,38 @@ async def test_a_large_input_is_captured_at_once_and_arrays_as_they_are() -> Non
         assert_close(await sched.graph_compute(graph), want, 1e-4)
 
 
+@pytest.mark.parametrize("then", ["set", "refused", "reset"])
+async def test_of_several_calls_the_last_one_counts(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an earlier one, whose data is large, is still being copied when the last one is done."""
+    copying, go = asyncio.Event(), asyncio.Event()
+
+    async def slow(call: Callable[[], Any], name: str) -> Any:
+        copying.set()
+        await go.wait()
+        return call()
+
+    monkeypatch.setattr(by_hand, "in_thread", slow)
+    first, last = np.ones(1 << 18, np.float32), np.full(1 << 18, 2, np.float32)
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        graph = ap.trace(lambda w, x: x[:1], (), first)
+        earlier = asyncio.ensure_future(sched.tensor_set(graph.inputs[0], first))
+        await copying.wait()
+        if then == "set":
+            await sched.tensor_set(graph.inputs[0], jnp.asarray(last))
+        elif then == "refused":
+            with pytest.raises(ap.TensorError):
+                await sched.tensor_set(graph.inputs[0], last[1:])
+        else:
+            sched.reset()
+        go.set()
+        await earlier
+        if then == "reset":
+            with pytest.raises(ap.TensorError, match="is not set"):
+                await sched.graph_compute(graph)
+        else:
+            assert (await sched.graph_compute(graph)).tolist() == [2.0 if then == "set" else 1.0]
+
+
 async def test_a_key_is_set_as_a_key_alone() -> None:
     async with ap.Scheduler(["cpu:0"]) as sched:
         graph = ap.trace(lambda w, key: jax.random.normal(key, (3,)), (), jax.random.key(0))
@@ -266,6 +301,46 @@ async def test_getting_from_an_evaluation_that_failed() -> None:
             await sched.tensor_get(graph.outputs[0])
         with pytest.raises(ap.EvaluationError, match="broken"):
             await evaluation
+        settled(sched)
+
+
+async def test_an_error_that_tensor_get_has_raised_is_heard() -> None:
+    cluster, told = Cluster(1, compute=True), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    graph = chain([fail("broken", ZeroDivisionError, launches={0, 1})])
+    async with ap.Scheduler(cluster.backends) as sched:
+        await sched.tensor_set(graph.inputs[0], array(1))
+        for asked in (True, False):
+            await sched.graph_compute_async(graph)
+            if asked:
+                with pytest.raises(ap.EvaluationError, match="broken"):
+                    await sched.tensor_get(graph.outputs[0])
+            await sched.synchronize()
+            sched.reset()
+            gc.collect()
+            assert len(told) == (0 if asked else 1)
+            await sched.tensor_set(graph.inputs[0], array(1))
+    assert "nobody awaited it" in told[0]["message"]
+
+
+@pytest.mark.parametrize("cancelled", ["before", "meanwhile"])
+async def test_getting_from_an_evaluation_that_was_cancelled(cancelled: str) -> None:
+    """Nobody has cancelled the task that asks: it is told, and goes on."""
+    backend, graph = Later(), chain(1)
+    async with ap.Scheduler([backend, "cpu:0"]) as sched:
+        await sched.tensor_set(graph.inputs[0], array(1))
+        backend.hangs = True
+        evaluation = await sched.graph_compute_async(graph)
+        if cancelled == "before":
+            evaluation.cancel()
+        getting = asyncio.ensure_future(sched.tensor_get(graph.outputs[0]))
+        await asyncio.sleep(0)
+        evaluation.cancel()
+        with pytest.raises(ap.TensorError, match="has no value: evaluation 0 of 'chain', the newest, was cancelled"):
+            await getting
+        backend.let_go()
+        assert_equal((await sched.graph_compute(graph)).array, unsplit(graph, array(1)))
+        assert_equal(await sched.tensor_get(graph.outputs[0]), unsplit(graph, array(1)))
         settled(sched)
 
 
