@@ -48,7 +48,9 @@ class Value:
 
     @property
     def failure(self) -> BaseException | None:
-        return self.error or next((v.failure for v in self.after if isinstance(v, Value) and v.failure), None)
+        if self.error is not None:
+            return self.error
+        return next((v.failure for v in self.after if isinstance(v, Value) and v.failure is not None), None)
 
 
 class Later(Backend):
