@@ -20,7 +20,16 @@ from .errors import TensorError
 from .graph import Tensor
 from .handle import Handle
 
-__all__ = ["Leaf", "flattener", "input_names", "parameter_names", "path_name", "unflattener"]
+__all__ = [
+    "Leaf",
+    "convert_numbers",
+    "flattener",
+    "input_names",
+    "numbers",
+    "parameter_names",
+    "path_name",
+    "unflattener",
+]
 
 
 class Leaf(NamedTuple):
@@ -142,11 +151,14 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _type(dtype: Any, shape: Sequence[int]) -> str:
+    return f"{_name(dtype)}[{','.join(map(str, shape))}]"
+
+
+def _name(dtype: Any) -> str:
     try:
-        label = dtype_name(dtype)
+        return dtype_name(dtype)
     except TypeError:
-        label = str(dtype)
-    return f"{label}[{','.join(map(str, shape))}]"
+        return str(dtype)
 
 
 def _convert_leaf(x: Any, leaf: Leaf) -> Any:
@@ -156,7 +168,7 @@ def _convert_leaf(x: Any, leaf: Leaf) -> Any:
     if isinstance(x, jax.core.Tracer):
         raise leaf.error("a tracer of a jax transformation", "evaluate a graph outside jit and grad")
     if is_scalar(x) or isinstance(x, (list, tuple)):
-        return _convert_numbers(x, leaf)
+        return convert_numbers(x, leaf)
     if isinstance(x, jax.Array):
         if x.is_deleted():
             raise leaf.error(f"a deleted {_type(x.dtype, x.shape)}", "it was donated to a jitted function or deleted")
@@ -177,17 +189,15 @@ def _convert_leaf(x: Any, leaf: Leaf) -> Any:
     return array
 
 
-def _convert_numbers(x: Any, leaf: Leaf) -> Any:
-    """Python numbers take the type of the leaf, as long as they are of its kind or a narrower one."""
-    what = f"a {type(x).__name__}" if isinstance(x, (list, tuple)) else f"the {type(x).__name__} {x!r}"
+def convert_numbers(x: Any, leaf: Leaf) -> Any:
+    """Python numbers take the type of the leaf, as long as they are of its kind or a narrower one, and fit.
+
+    Raises:
+        TensorError: they do not, or have another shape.
+    """
+    what = f"the {type(x).__name__} {x!r}" if is_scalar(x) else f"a {type(x).__name__}"
     try:
-        array = np.asarray(x)
-        rank, wanted = _rank(array.dtype), _rank(leaf.dtype)
-        if rank is None or wanted is None or rank > wanted or (rank == 0) != (wanted == 0):
-            raise leaf.error(f"{what} ({_type(array.dtype, array.shape)})", "numbers of another kind are not converted")
-        array = np.asarray(x, leaf.dtype)
-    except TensorError:
-        raise
+        array = numbers(x, leaf.dtype)
     except (ValueError, TypeError, OverflowError) as error:
         raise leaf.error(f"{what} that is no array of that type", str(error)) from error
     if array.shape != leaf.shape:
@@ -195,9 +205,33 @@ def _convert_numbers(x: Any, leaf: Leaf) -> Any:
     return array
 
 
+def numbers(x: Any, dtype: Any) -> np.ndarray[Any, Any]:
+    """Python numbers as a new array of an element type.
+
+    Raises:
+        TypeError: they are of another kind, or of a wider one.
+        OverflowError: an integer has no place in the type. NumPy would let its upper bits go.
+        ValueError: they are no array.
+    """
+    array = np.asarray(x)
+    rank, wanted = _rank(array.dtype), _rank(dtype)
+    if rank is None or wanted is None or rank > wanted or (rank == 0) != (wanted == 0):
+        raise TypeError(f"{array.dtype} numbers are not converted to {_name(dtype)}")
+    if rank == wanted == _INTEGER:
+        info: Any = jnp.iinfo  # untyped in some versions of JAX
+        bounds = info(dtype)
+        outside = array[(array < bounds.min) | (array > bounds.max)]
+        if outside.size:
+            raise OverflowError(f"{outside[0]} is not between {bounds.min} and {bounds.max}")
+    return np.array(x, dtype)
+
+
+_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
+_INTEGER = _KINDS.index(np.integer)
+
+
 def _rank(dtype: Any) -> int | None:
-    kinds = (np.bool_, np.integer, np.floating, np.complexfloating)
-    return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), None)
+    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
 
 
 def _canonical(dtype: Any) -> str | None:

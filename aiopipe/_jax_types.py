@@ -46,11 +46,23 @@ _PRNG_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 @functools.lru_cache(maxsize=256)
 def dtype_name(dtype: Any) -> str:
-    """Name of an element type as `Tensor.dtype` holds it, e.g. ``"bfloat16"`` or ``"key<fry>"``."""
+    """Name of an element type as `Tensor.dtype` holds it, e.g. ``"bfloat16"`` or ``"key<fry>"``.
+
+    Raises:
+        TypeError: no element type, or one of several fields, whose name would not lead back to it.
+    """
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         _extended[str(dtype)] = dtype
         return str(dtype)
-    return str(np.dtype(dtype).name)
+    found = np.dtype(dtype)
+    if _is_of_fields(found):
+        raise TypeError(f"{found} is no element type that JAX computes with")
+    return str(found.name)
+
+
+def _is_of_fields(dtype: Any) -> bool:
+    """Whether it is NumPy's type of several fields, or of bare bytes; not the one that JAX has for no gradient."""
+    return isinstance(dtype, np.dtype) and issubclass(dtype.type, np.void) and dtype != jax.dtypes.float0
 
 
 def dtype_of(name: str) -> Any:
@@ -79,6 +91,8 @@ def canonical_dtype(x: Any) -> str:
         dtype = jax.dtypes.result_type(x) if isinstance(x, (bool, int, float, complex)) else x
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype_name(dtype)
+    if isinstance(dtype, np.dtype):  # JAX narrows no 64 bits whose bytes are the other way round
+        dtype = dtype.newbyteorder("=")
     return dtype_name(jax.dtypes.canonicalize_dtype(dtype))
 
 
@@ -148,6 +162,11 @@ def spec_of(value: Any, name: str = "value") -> jax.ShapeDtypeStruct:
     if is_ref(value):
         raise TraceError(f"{name!r} is a mutable reference, expected an array: give its value, ref[...]")
     has_type = isinstance(value, (jax.Array, np.ndarray, np.generic, Handle))
+    if has_type and _is_of_fields(value.dtype):
+        raise TensorError(
+            f"{name!r} is an array of {value.dtype}, expected one of an element type that JAX computes with: give "
+            "each of its fields as an array of its own"
+        )
     if has_type and getattr(value.dtype, "kind", "V") not in "OSUMm":
         if isinstance(value, (jax.Array, Handle)):
             _check_wide(dtype_name(value.dtype), name)

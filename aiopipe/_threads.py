@@ -59,6 +59,11 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
     Args:
         call: may block.
         name: of the thread, after ``aiopipe-``.
+
+    Raises:
+        RuntimeError: the call raised what would mean something else here: that the caller was cancelled
+            (`asyncio.CancelledError`), that the program is to end (`KeyboardInterrupt`, `SystemExit`), or that a
+            generator is at its end. That is its cause.
     """
     loop = running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -77,12 +82,8 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
         if error is None:
             results.append(result)
             done.set_result(None)
-        elif isinstance(error, StopIteration):  # no future takes one
-            failure = RuntimeError(f"{name} raised StopIteration")
-            failure.__cause__ = error
-            done.set_exception(failure)
         else:
-            done.set_exception(error)
+            done.set_exception(_for_the_caller(error, name))
 
     def work() -> None:
         outcome: list[Any] = []
@@ -102,6 +103,16 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
     finally:
         del done  # its exception leads, by way of the traceback, to this frame
     return results.pop()
+
+
+def _for_the_caller(error: BaseException, name: str) -> Exception:
+    """What to raise where the caller waits, for what a call has raised in its thread."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which no future takes
+        return error
+    said = f"{name} raised {type(error).__name__}"
+    failure = RuntimeError(f"{said}: {error}" if str(error) else said)
+    failure.__cause__ = error
+    return failure
 
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()

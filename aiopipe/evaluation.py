@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
+from types import TracebackType
 from typing import Any
 
 from ._fork import hint
@@ -58,12 +59,15 @@ class Evaluation:
         "_n_splits",
         "_result",
         "_split_events",
+        "_traceback",
         "_unheard",
         "_waiters",
         "copy_id",
         "graph_name",
         "id",
     )
+
+    _traceback: TracebackType | None  # of the error as it came: each raise begins with it, and keeps no earlier caller
 
     def __init__(
         self,
@@ -139,7 +143,7 @@ class Evaluation:
             self._check_done()
         if self._error is not None:
             self._hear()
-            raise self._error
+            raise self._error.with_traceback(self._traceback)
         return self._result
 
     @property
@@ -148,7 +152,7 @@ class Evaluation:
         if self._event is None:
             self._event = Event(f"evaluation {self.id} of {self.graph_name!r}", loop=self._loop)
             if self._done:
-                self._event.set(asyncio.CancelledError() if self._cancelled else self._error)
+                self._tell(self._event)
         return self._event
 
     @property
@@ -163,8 +167,14 @@ class Evaluation:
         if events is None:  # everything that was launched has ended
             events = [self._split_event(i) for i in range(self._n_splits)]
             for event in events:
-                event.set(asyncio.CancelledError() if self._cancelled else self._error)
+                self._tell(event)
         return events
+
+    def _tell(self, event: Event) -> None:
+        """An event that is made when the evaluation has ended."""
+        event.set(asyncio.CancelledError() if self._cancelled else self._error)
+        if self._error is not None:
+            event._traceback = self._traceback
 
     def _split_event(self, split: int) -> Event:
         return Event(f"split {split} of evaluation {self.id} of {self.graph_name!r}", loop=self._loop)
@@ -202,8 +212,10 @@ class Evaluation:
         """Called once by the scheduler, on its loop."""
         self._result, self._error, self._cancelled, self._done = result, error, cancelled, True
         waiters = self._waiters
-        if error is not None and not waiters:
-            self._unheard = _Unheard(f"evaluation {self.id} of {self.graph_name!r}", error, self._loop)
+        if error is not None:
+            self._traceback = error.__traceback__
+            if not waiters:
+                self._unheard = _Unheard(f"evaluation {self.id} of {self.graph_name!r}", error, self._loop)
         if waiters:
             self._waiters = set()
             for waiter in waiters:
@@ -219,6 +231,6 @@ class Evaluation:
 
     def __repr__(self) -> str:
         state = (
-            "cancelled" if self._cancelled else "failed" if self._error else "done" if self._done else "pending"
+            "cancelled" if self._cancelled else "failed" if self.failed else "done" if self._done else "pending"
         )
         return f"<Evaluation {self.id} of {self.graph_name!r} {state} copy={self.copy_id}>"

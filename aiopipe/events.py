@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from types import TracebackType
 
 from ._fork import hint
 from ._loops import check_inside, running_loop
@@ -32,7 +33,9 @@ class Event:
         recorded: a backend's queue will set it (`Backend.event_record`).
     """
 
-    __slots__ = ("_callbacks", "_error", "_happened", "_loop", "name", "recorded")
+    __slots__ = ("_callbacks", "_error", "_happened", "_loop", "_traceback", "name", "recorded")
+
+    _traceback: TracebackType | None  # of the error as it came: each raise begins with it, and keeps no earlier caller
 
     def __init__(self, name: str = "event", *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.name = name
@@ -53,6 +56,8 @@ class Event:
         check_inside(self._loop, f"the event {self.name!r}")
         self._happened = True
         self._error = error
+        if error is not None:
+            self._traceback = error.__traceback__
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             try:
@@ -128,13 +133,13 @@ class Event:
     def __await__(self) -> Generator[object, None, None]:
         yield from self.wait().__await__()
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(self._traceback)
 
     def __bool__(self) -> bool:
         raise TypeError("an Event has no truth value: use done() to ask, or await it")
 
     def __repr__(self) -> str:
-        state = "pending" if not self._happened else "failed" if self._error else "done"
+        state = "pending" if not self._happened else "done" if self._error is None else "failed"
         return f"<Event {self.name} {state}>"
 
 

@@ -23,7 +23,7 @@ from .errors import BackendClosedError, PlacementError, WrongLoopError
 from .events import Event
 from .lanes import InlineLane, Lane
 
-__all__ = ["Queue"]
+__all__ = ["Queue", "first_error"]
 
 Job = Callable[[], Sequence[Any] | None]
 
@@ -143,8 +143,8 @@ class Queue:
         """
         if self._unfinished or self._held:
             await self.post(_nothing, name="synchronize").wait()
-        error, self._failed, self._blocked_by = self._failed or self._blocked_by, None, None
-        self._failed_before_mark = None
+        error = first_error(self._failed, self._blocked_by)
+        self._failed = self._blocked_by = self._failed_before_mark = None
         if error is not None:
             try:
                 raise error
@@ -226,7 +226,7 @@ class Queue:
 
         def tell(failure: BaseException | None) -> None:
             with suppress(RuntimeError):  # a closed loop has nobody left to tell
-                loop.call_soon_threadsafe(self._settle, entry, error or self._uncancelled(failure), inline)
+                loop.call_soon_threadsafe(self._settle, entry, first_error(error, self._uncancelled(failure)), inline)
 
         try:
             self._owner.notify(values, tell)
@@ -255,11 +255,11 @@ class Queue:
     def _finish(self, entry: _Entry, error: BaseException | None) -> None:
         self._unfinished -= 1
         if entry.is_mark:
-            error, self._failed_before_mark = error or self._failed_before_mark, None
+            error, self._failed_before_mark = first_error(error, self._failed_before_mark), None
         elif error is not None:
-            self._failed_before_mark = self._failed_before_mark or error
+            self._failed_before_mark = first_error(self._failed_before_mark, error)
         if error is not None and not entry.reported and not entry.is_mark:
-            self._failed = self._failed or error
+            self._failed = first_error(self._failed, error)
         entry.event.set(error)
 
     def _release(self, _: Event) -> None:
@@ -280,7 +280,12 @@ class Queue:
                     self._finish(item, error)
 
     def _pass(self, event: Event) -> None:
-        self._blocked_by = self._blocked_by or event.exception()
+        self._blocked_by = first_error(self._blocked_by, event.exception())
+
+
+def first_error(*errors: BaseException | None) -> BaseException | None:
+    """The first that is an error. Not asked for its truth, for somebody's exception may be false, or have no length."""
+    return next((error for error in errors if error is not None), None)
 
 
 def _nothing() -> None:

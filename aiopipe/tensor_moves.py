@@ -189,7 +189,8 @@ def tensor_copy_async(src_backend: Mover, dst_backend: Mover, src: Tensor, dst: 
 def _only(box: list[Any], made: Event) -> Any:
     """What an earlier entry of a queue left here, or its error."""
     if not box:
-        raise made.exception() or TensorError(f"{made.name} left nothing to write")
+        error = made.exception()
+        raise TensorError(f"{made.name} left nothing to write") if error is None else error
     return box[0]
 
 

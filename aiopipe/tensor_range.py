@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ._arguments import numbers
 from ._jax_types import canonical_dtype, dtype_name, dtype_of
 from .buffer import Buffer, backing
 from .errors import TensorError
@@ -159,11 +160,8 @@ def captured(tensor: Tensor, data: Any, count: int) -> Array:
     """
     plain = isinstance(data, (bool, int, float, complex, list, tuple)) and not isinstance(data, np.generic)
     try:
-        array = np.asarray(data)
-        if plain:
-            if not np.can_cast(array.dtype, dtype_of(tensor.dtype), "same_kind"):
-                raise TypeError(f"{array.dtype} numbers are not converted to {tensor.dtype}")
-        elif array.dtype != dtype_of(tensor.dtype) and canonical_dtype(array.dtype) != tensor.dtype:
+        array = numbers(data, dtype_of(tensor.dtype)) if plain else np.asarray(data)
+        if array.dtype != dtype_of(tensor.dtype) and canonical_dtype(array.dtype) != tensor.dtype:
             raise TypeError(f"got {dtype_name(array.dtype)}")
         flat = array.reshape(-1)[:count].astype(dtype_of(tensor.dtype), copy=True)
     except Exception as error:  # whatever the library that made the value raises

@@ -110,9 +110,25 @@ def test_a_deleted_array_is_refused() -> None:
         trace(lambda w, x: x, (), X).flatten_inputs((x,))
 
 
-def test_an_integer_out_of_range_is_refused() -> None:
-    with pytest.raises(TensorError, match="'x' got the int 300"):
-        trace(lambda w, x: x, (), np.int8(1)).flatten_inputs((300,))
+@pytest.mark.parametrize(
+    ("dtype", "x", "message"),
+    [
+        (np.int8, 300, "'x' got the int 300 .*300 is not between -128 and 127"),
+        (np.uint8, -1, "'x' got the int -1 .*-1 is not between 0 and 255"),
+        (np.int32, 2**40, "is not between -2147483648 and 2147483647"),
+        (np.int32, 2**63, "9223372036854775808 is not between"),
+        (jnp.int4, 8, "8 is not between -8 and 7"),
+        (np.int32, 2**70, "the int 1180591620717411303424 that is no array of that type"),
+    ],
+)
+def test_an_integer_out_of_range_is_refused(dtype: Any, x: int, message: str) -> None:
+    with pytest.raises(TensorError, match=message):
+        trace(lambda w, x: x, (), jnp.ones((), dtype)).flatten_inputs((x,))
+
+
+def test_an_array_in_a_list_is_not_cut_to_the_type_either() -> None:
+    with pytest.raises(TensorError, match=r"'x' got a list .*300 is not between -128 and 127"):
+        trace(lambda w, x: x, (), np.ones((1, 2), np.int8)).flatten_inputs(([np.array([1, 300])],))
 
 
 def test_single_results_come_back_as_they_are() -> None:

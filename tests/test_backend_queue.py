@@ -361,6 +361,53 @@ async def test_whatever_is_raised_fails_the_job_and_nobody_is_cancelled(
         assert backend.queue.pending == 0
 
 
+class False_(Exception):
+    """An error of somebody's library, which is false: ``if error`` does not see it."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class Empty(Exception):
+    """An error that is a collection, and empty."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("spec", ["cpu:0", "sim:0"])
+@pytest.mark.parametrize("where", ["job", "then", "device", "event"])
+@pytest.mark.parametrize("error", [False_, Empty])
+async def test_an_error_that_is_false_is_an_error(
+    error: type[Exception], where: str, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise error("by the user")
+
+    def nothing(*_: Any) -> None:
+        return None
+
+    async with ap.open_backend(spec) as backend:
+        recorded, waited = ap.Event("recorded"), ap.Event("waited")
+        waited.set(error("by the user"))
+        if where == "device":
+            monkeypatch.setattr(backend, "notify", broken)
+        elif where == "event":
+            backend.queue.wait(waited)
+        event = backend.queue.post(broken if where == "job" else nothing, broken if where == "then" else nothing)
+        await event.wait()
+        monkeypatch.undo()
+        backend.queue.post(nothing)
+        backend.queue.record(recorded)
+        for failed in (event, recorded):
+            with pytest.raises(error, match="by the user"):
+                await failed
+            assert "failed" in repr(failed)
+        with pytest.raises(error, match="by the user"):
+            await backend.queue.synchronize()
+        await backend.queue.synchronize()
+
+
 async def test_a_lane_that_cannot_be_made_once_the_event_has_happened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody who called is there any more: it is the job that fails."""
 

@@ -129,6 +129,8 @@ class TestRegions:
         ]
         with pytest.raises(ap.TensorError, match="expected an element type and sizes"):
             buffer.alloc((2,), "float99")
+        with pytest.raises(ap.TensorError, match="expected an element type and sizes"):
+            buffer.alloc((2,), np.dtype([("a", "f4")]))
         with pytest.raises(ap.TensorError, match="sizes of 0 or more"):
             buffer.alloc((-1,), "int8")
         with pytest.raises(ap.TensorError, match="only borrowed memory"):

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import traceback
+import weakref
+from typing import Any
 
+import numpy as np
 import pytest
 
+import aiopipe as ap
 from aiopipe import Event
+from hanging import Later
+from simgraphs import array, chain
 
 
 async def test_waiters_wake_when_it_happens() -> None:
@@ -29,6 +37,32 @@ async def test_it_carries_its_producers_error() -> None:
         with pytest.raises(ValueError, match="boom"):
             await event
     await event.wait()  # waiting alone does not raise
+
+
+async def test_one_error_awaited_many_times_keeps_no_earlier_caller() -> None:
+    """Its traceback is what it was, and leads to the one who asked last, as with asyncio's futures."""
+    backend, graph = Later(), chain(1)
+    async with ap.Scheduler([backend, "cpu:0"]) as sched:
+        await sched.plan(graph)
+        backend.fails = ValueError("boom")
+        evaluation = await sched.graph_compute_async(graph, array())
+        lengths: dict[str, set[int]] = {}
+        arrays: list[weakref.ref[Any]] = []
+
+        async def ask(name: str, waitable: Any) -> None:
+            mine = np.ones(4)
+            arrays.append(weakref.ref(mine))
+            with pytest.raises(ap.EvaluationError, match="boom"):
+                await waitable
+            lengths.setdefault(name, set()).add(len(list(traceback.walk_tb(evaluation.exception().__traceback__))))
+
+        for _ in range(5):
+            await ask("evaluation", evaluation)
+            await ask("event", evaluation.event)  # made when there was a caller already
+            await ask("split", evaluation.events[0])
+        gc.collect()
+        assert [len(of_one) for of_one in lengths.values()] == [1, 1, 1], lengths
+        assert [ref() for ref in arrays[:-1]] == [None] * 14
 
 
 async def test_only_the_first_time_counts() -> None:

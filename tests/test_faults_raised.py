@@ -14,9 +14,10 @@ import pytest
 
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster, HostOp
+from aiopipe.graph_builder import GraphBuilder
 from hanging import Later
 from models import assert_close, batch, mlp, mlp_params, oracle
-from simgraphs import array, assert_equal, chain, settled, step, unsplit
+from simgraphs import SPEC, TOTAL, array, assert_equal, chain, settled, step, unsplit
 
 ENDING = (KeyboardInterrupt, SystemExit)
 RAISED: tuple[type[BaseException], ...] = (ValueError, asyncio.CancelledError, GeneratorExit, StopIteration, *ENDING)
@@ -371,15 +372,49 @@ async def test_in_the_callback_of_an_event() -> None:
     assert ["a callback of" in context["message"] for context in reported] == [True]
 
 
-@pytest.mark.parametrize("error", [ValueError, SystemExit])
+@pytest.mark.parametrize("error", RAISED)
 async def test_while_tracing(error: type[BaseException]) -> None:
+    """A pipeline traces in a thread, `trace` where it is called."""
+    armed = Armed(error)
+
     def model(w: Any, x: Any) -> Any:
-        raise error("by the user")
+        return mlp(w, armed(x))
 
     async with ap.Pipeline(model, mlp_params(1), devices=["cpu:0"]) as pipe:
-        if error is ValueError:
-            with pytest.raises(ap.TraceError, match="by the user"):
-                await pipe(batch())
-        else:
-            with pytest.raises(error, match="by the user"):
-                ap.trace(model, mlp_params(1), batch())
+        armed.on = True
+        with pytest.raises(ap.TraceError, match="by the user") as caught:
+            await pipe(batch())
+        causes = (caught.value.__cause__, caught.value.__cause__ and caught.value.__cause__.__cause__)
+        assert error in map(type, causes)
+        with pytest.raises(error, match="by the user"):
+            ap.trace(model, mlp_params(1), batch())
+        armed.on = False
+        assert_close(await pipe(batch()), oracle(mlp, mlp_params(1), batch()))
+
+
+@pytest.mark.parametrize("error", RAISED)
+@pytest.mark.parametrize("where", ["load", "upload", "download"])
+async def test_in_calls_in_a_thread(error: type[BaseException], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling, and putting weights in place, and reading a result: whoever asked for it is told, and nobody else."""
+    b = GraphBuilder("weighed")
+    w, x = b.weight("w", *SPEC, source=array(2)), b.input("x", *SPEC)
+    graph = b.build(b.node("sum", [w, x], [SPEC], fn=TOTAL))
+    backend, host = Later(), Later(1)
+    async with ap.Scheduler([backend, host]) as sched:
+        sched.set_cut(graph, [0])
+        await sched.tensor_set(graph.inputs[0], array(1))
+        if where == "download":
+            await sched.graph_compute(graph)
+
+        def broken(*_: Any) -> Any:
+            raise error("by the user")
+
+        monkeypatch.setattr(backend, where, broken)
+        with pytest.raises((RuntimeError, error), match="by the user") as caught:
+            await (sched.tensor_get(graph.outputs[0]) if where == "download" else sched.graph_compute(graph))
+        assert type(caught.value) is error or f" raised {error.__name__}: " in str(caught.value)
+        assert isinstance(caught.value, Exception)
+        monkeypatch.undo()
+        assert_equal((await sched.graph_compute(graph)).array, unsplit(graph, array(1)))
+        assert_equal(await sched.tensor_get(graph.outputs[0]), unsplit(graph, array(1)))
+        settled(sched)

@@ -345,6 +345,20 @@ async def test_an_input_that_the_model_cannot_take() -> None:
         assert_close(await pipe(batch()), oracle(mlp, mlp_params(3), batch()))
 
 
+@pytest.mark.parametrize("dtype", [">f8", ">i8", ">c16", ">f4", ">i4", "<f8", "<i8"])
+@pytest.mark.parametrize("x64", [False, True])
+async def test_an_input_or_weight_of_any_byte_order(dtype: str, x64: bool) -> None:
+    data = np.arange(4).astype(dtype)
+    with jax.enable_x64(x64):
+        async with ap.Pipeline(lambda w, x: (w, x * 2), data, devices=DEVICES) as pipe:
+            for got, want in zip(await pipe(data), (data, data * 2), strict=True):
+                assert got.dtype == jax.dtypes.canonicalize_dtype(np.dtype(dtype).newbyteorder("="))
+                np.testing.assert_array_equal(got, want)
+        graph = ap.trace(lambda w, x: x * 2, (), data.astype(data.dtype.newbyteorder("=")))
+        async with ap.Scheduler(["cpu:0"]) as sched:
+            np.testing.assert_array_equal(await sched.graph_compute(graph, data), data * 2)
+
+
 def test_a_number_of_plans_that_makes_no_sense() -> None:
     with pytest.raises(ValueError, match="max_plans is 0, expected at least 1"):
         ap.Pipeline(mlp, mlp_params(1), devices=DEVICES, max_plans=0)

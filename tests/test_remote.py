@@ -372,6 +372,19 @@ async def test_if_not_even_the_number_can_leave_the_actor_is_lost(remote: Opened
 # -- the end -------------------------------------------------------------------------------------
 
 
+async def test_an_error_that_is_false_is_the_first_all_the_same(remote: Opened) -> None:
+    class False_(Exception):
+        def __bool__(self) -> bool:
+            return False
+
+    arrays = [RemoteArray(remote.backend.link, (), np.dtype(np.float32), Reply()) for _ in range(2)]
+    errors = [False_("first"), ValueError("second")]
+    for array, error in zip(arrays, errors, strict=True):
+        array.reply.settle(None, error)
+    assert remote.backend.error_of(arrays) is errors[0]
+    assert remote.backend.error_of(arrays[:1]) is errors[0]
+
+
 async def test_a_loss_is_told_to_everybody_who_waits(remote: Opened) -> None:
     async with ap.Scheduler([remote.backend, "cpu:1"], n_copies=3) as sched:
         graph = await graph_of(remote, mlp_params(2))

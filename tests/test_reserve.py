@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 
 import aiopipe as ap
+from aiopipe import by_hand
 from aiopipe.devices.base import DeviceType
 from aiopipe.devices.sim import Cluster, fail
 from aiopipe.devices.xla import XlaDevice
 from graphs import FakeDevice
+from hanging import Later
 from models import assert_close, batch, mlp, mlp_params, oracle
 from simgraphs import array, assert_equal, chain, settled, unsplit
 
@@ -183,8 +186,8 @@ async def test_several_inputs_and_outputs() -> None:
         (np.zeros((3, 8), np.float32), r"'x' float32\[2,8\] got float32\[3,8\]"),
         (np.zeros((2, 8), np.int32), r"'x' float32\[2,8\] got int32\[2,8\]"),
         (np.zeros((2, 8), np.complex128), "got complex128"),
-        ([[1j] * 8] * 2, "got complex128"),
-        (None, "got object"),
+        ([[1j] * 8] * 2, r"'x' got a list .*, expected float32\[2,8\]: complex128 numbers are not converted"),
+        (None, "got a NoneType"),
     ],
 )
 async def test_data_that_does_not_fit(data: Any, message: str) -> None:
@@ -194,6 +197,44 @@ async def test_data_that_does_not_fit(data: Any, message: str) -> None:
             await sched.tensor_set(graph.inputs[0], data)
         with pytest.raises(ap.TensorError, match="is a weight, not an input"):
             await sched.tensor_set(graph.weights[0], data)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.float32, np.bool_])
+async def test_numbers_are_converted_as_in_a_call(dtype: Any) -> None:
+    """By call, by `Scheduler.tensor_set` and by `Backend.tensor_set`: the same value, or refused by all three."""
+    numbers = (3, -1, 300, 2**40, 2**63, 2.5, True, 1j, "1")
+    n_refused = 0
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        graph = ap.trace(lambda w, x: x, (), np.zeros((), dtype))
+        tensor = sched.backends[0].alloc_buffer(64).alloc((), np.dtype(dtype).name)
+        for number in numbers:
+            got: list[Any] = []
+            for way in ("call", "set", "backend"):
+                try:
+                    if way == "call":
+                        got.append(await sched.graph_compute(graph, number))
+                    elif way == "set":
+                        await sched.tensor_set(graph.inputs[0], number)
+                        got.append(await sched.graph_compute(graph))
+                    else:
+                        await sched.backends[0].tensor_set(tensor, number)
+                        got.append(await sched.backends[0].tensor_get(tensor))
+                except ap.TensorError:
+                    got.append(None)
+            if None in got:
+                assert got == [None] * 3, number
+                n_refused += 1
+            else:
+                assert all(np.asarray(value) == number for value in got)
+    assert n_refused == {"int8": 7, "uint8": 8, "int32": 6, "uint32": 7, "float32": 3, "bool": 8}[np.dtype(dtype).name]
+
+
+@pytest.mark.parametrize("data", [np.float64(2), np.array(2, ">f8"), np.array(2, ">f4"), np.float32(2), 2, 2.0])
+async def test_whatever_fits_by_call_can_be_set(data: Any) -> None:
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        graph = ap.trace(lambda w, x: x * w, np.float32(3), np.float32(0))
+        await sched.tensor_set(graph.inputs[0], data)
+        assert float(await sched.graph_compute(graph)) == float(await sched.graph_compute(graph, data)) == 6
 
 
 async def test_a_large_input_is_captured_at_once_and_arrays_as_they_are() -> None:
@@ -209,10 +250,42 @@ async def test_a_large_input_is_captured_at_once_and_arrays_as_they_are() -> Non
         assert_close(await sched.graph_compute(graph), want, 1e-4)
 
 
+@pytest.mark.parametrize("then", ["set", "refused", "reset"])
+async def test_of_several_calls_the_last_one_counts(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an earlier one, whose data is large, is still being copied when the last one is done."""
+    copying, go = asyncio.Event(), asyncio.Event()
+
+    async def slow(call: Callable[[], Any], name: str) -> Any:
+        copying.set()
+        await go.wait()
+        return call()
+
+    monkeypatch.setattr(by_hand, "in_thread", slow)
+    first, last = np.ones(1 << 18, np.float32), np.full(1 << 18, 2, np.float32)
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        graph = ap.trace(lambda w, x: x[:1], (), first)
+        earlier = asyncio.ensure_future(sched.tensor_set(graph.inputs[0], first))
+        await copying.wait()
+        if then == "set":
+            await sched.tensor_set(graph.inputs[0], jnp.asarray(last))
+        elif then == "refused":
+            with pytest.raises(ap.TensorError):
+                await sched.tensor_set(graph.inputs[0], last[1:])
+        else:
+            sched.reset()
+        go.set()
+        await earlier
+        if then == "reset":
+            with pytest.raises(ap.TensorError, match="is not set"):
+                await sched.graph_compute(graph)
+        else:
+            assert (await sched.graph_compute(graph)).tolist() == [2.0 if then == "set" else 1.0]
+
+
 async def test_a_key_is_set_as_a_key_alone() -> None:
     async with ap.Scheduler(["cpu:0"]) as sched:
         graph = ap.trace(lambda w, key: jax.random.normal(key, (3,)), (), jax.random.key(0))
-        with pytest.raises(ap.TensorError, match=r"'key' key<fry>\[\] got int64\[\]: give a value of its shape and"):
+        with pytest.raises(ap.TensorError, match=r"'key' got the int 7 .*expected key<fry>\[\]: int64 numbers are not"):
             await sched.tensor_set(graph.inputs[0], 7)
         await sched.tensor_set(graph.inputs[0], jax.random.key(7))
         assert_close(await sched.graph_compute(graph), jax.random.normal(jax.random.key(7), (3,)))
@@ -228,6 +301,46 @@ async def test_getting_from_an_evaluation_that_failed() -> None:
             await sched.tensor_get(graph.outputs[0])
         with pytest.raises(ap.EvaluationError, match="broken"):
             await evaluation
+        settled(sched)
+
+
+async def test_an_error_that_tensor_get_has_raised_is_heard() -> None:
+    cluster, told = Cluster(1, compute=True), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    graph = chain([fail("broken", ZeroDivisionError, launches={0, 1})])
+    async with ap.Scheduler(cluster.backends) as sched:
+        await sched.tensor_set(graph.inputs[0], array(1))
+        for asked in (True, False):
+            await sched.graph_compute_async(graph)
+            if asked:
+                with pytest.raises(ap.EvaluationError, match="broken"):
+                    await sched.tensor_get(graph.outputs[0])
+            await sched.synchronize()
+            sched.reset()
+            gc.collect()
+            assert len(told) == (0 if asked else 1)
+            await sched.tensor_set(graph.inputs[0], array(1))
+    assert "nobody awaited it" in told[0]["message"]
+
+
+@pytest.mark.parametrize("cancelled", ["before", "meanwhile"])
+async def test_getting_from_an_evaluation_that_was_cancelled(cancelled: str) -> None:
+    """Nobody has cancelled the task that asks: it is told, and goes on."""
+    backend, graph = Later(), chain(1)
+    async with ap.Scheduler([backend, "cpu:0"]) as sched:
+        await sched.tensor_set(graph.inputs[0], array(1))
+        backend.hangs = True
+        evaluation = await sched.graph_compute_async(graph)
+        if cancelled == "before":
+            evaluation.cancel()
+        getting = asyncio.ensure_future(sched.tensor_get(graph.outputs[0]))
+        await asyncio.sleep(0)
+        evaluation.cancel()
+        with pytest.raises(ap.TensorError, match="has no value: evaluation 0 of 'chain', the newest, was cancelled"):
+            await getting
+        backend.let_go()
+        assert_equal((await sched.graph_compute(graph)).array, unsplit(graph, array(1)))
+        assert_equal(await sched.tensor_get(graph.outputs[0]), unsplit(graph, array(1)))
         settled(sched)
 
 

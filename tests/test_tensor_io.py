@@ -202,6 +202,17 @@ class TestChecks:
             backend.tensor_set_async(tensor, data)
         assert tensor.buffers[0].value is None
 
+    @pytest.mark.parametrize(
+        ("dtype", "data"), [("int8", [1, 300]), ("uint8", [-1, 3]), ("int32", [2**40, 1]), ("int4", [7, 8])]
+    )
+    async def test_integers_that_the_type_has_no_place_for(self, dtype: str, data: list[int]) -> None:
+        async with ap.open_backend("cpu:1") as cpu:
+            tensor = new(cpu, (2,), dtype)
+            await cpu.tensor_set(tensor, [3, 4])
+            with pytest.raises(ap.TensorError, match=rf"is not between -?\d+ and \d+; give an array of type {dtype}"):
+                await cpu.tensor_set(tensor, data)
+            assert (await cpu.tensor_get(tensor)).tolist() == [3, 4]
+
     async def test_too_few_elements(self, pair: Pair) -> None:
         a, _ = pair
         tensor = new(a)

@@ -16,12 +16,34 @@ async def test_a_thread_that_raises_stop_iteration_fails_its_caller() -> None:
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
-async def test_a_thread_may_end_with_any_exception() -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
+class Ending(BaseException):
+    """No `Exception`: whoever handles those does not see it."""
 
-    with pytest.raises(KeyboardInterrupt):
-        await in_thread(interrupt, "interrupt")
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, Ending])
+async def test_what_would_end_a_program_or_a_task_in_a_thread_ends_neither(error: type[BaseException]) -> None:
+    """On the loop's own thread it would: nobody has asked for that here."""
+
+    def call() -> None:
+        raise error("by the user")
+
+    with pytest.raises(RuntimeError, match=f"^count raised {error.__name__}: by the user$") as caught:
+        await in_thread(call, "count")
+    assert type(caught.value.__cause__) is error
+    task = asyncio.current_task()
+    assert task is not None and not task.cancelling()
+
+
+@pytest.mark.parametrize("error", [ValueError, TimeoutError, StopAsyncIteration])
+async def test_other_exceptions_reach_the_caller_as_they_are(error: type[Exception]) -> None:
+    raised = error("by the user")
+
+    def call() -> None:
+        raise raised
+
+    with pytest.raises(error) as caught:
+        await in_thread(call, "count")
+    assert caught.value is raised
 
 
 def test_a_call_that_outlives_its_loop_ends_quietly() -> None:

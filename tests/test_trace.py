@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.experimental import io_callback
 from aiopipe.errors import TensorError, TraceError
 from aiopipe.graph import Graph, Kind, Tensor
 from aiopipe.graph_builder import GraphBuilder
+from aiopipe.state import State
 from aiopipe.trace import trace
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)
@@ -264,6 +266,20 @@ def test_dead_operations_are_left_out_but_their_inputs_are_checked() -> None:
 def test_a_leaf_that_is_no_array(leaf: Any) -> None:
     with pytest.raises(TensorError, match=r"'bad' is a .*expected an array"):
         trace(lambda w, x: x, {"bad": leaf}, X)
+
+
+@pytest.mark.parametrize("leaf", [np.zeros(4, [("a", "f4")]), np.rec.array([(1, 2.0)]), np.void(b"abc")])
+def test_an_array_of_several_fields(leaf: Any) -> None:
+    """It is refused by its name and its type, wherever it is given."""
+    what = rf"'bad' is an array of {re.escape(str(leaf.dtype))}, expected one of an element type .* its fields"
+    with pytest.raises(TensorError, match=what):
+        trace(lambda w, x: x, {"bad": leaf}, X)
+    with pytest.raises(TensorError, match=what):
+        trace(lambda w, bad: bad, (), leaf)
+    with pytest.raises(TensorError, match=what):
+        State({"bad": leaf})
+    with pytest.raises(TensorError, match=rf"input 'x' got {re.escape(str(leaf.dtype))}\["):
+        trace(lambda w, x: x, (), X).flatten_inputs((leaf,))
 
 
 def test_tracing_inside_jit_is_refused() -> None:

@@ -209,7 +209,7 @@ class RemoteBackend(Backend):
                 else:
                     _jax_export.wait_for(value)
             except Exception as error:  # whatever the device raised goes to the caller of that evaluation
-                first = first or error
+                first = error if first is None else first  # an exception may be false
         return first
 
     def make_lane(self, *, own: bool) -> Lane:
