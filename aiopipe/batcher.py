@@ -15,6 +15,7 @@ from ._threads import closing_s, in_thread
 from .batch_request import INLINE_NBYTES, Call, Request, Template, read_call, to_host
 from .batch_tally import BatcherStatistics, Tally
 from .batching import Array, Batch, BatchQueue, Part, Sizes, merge, powers_of_two, rows_of
+from .closing import check_limit
 from .errors import BackendClosedError, OverloadedError, TensorError, WrongLoopError
 from .pipeline import Pipeline
 
@@ -151,7 +152,11 @@ class Batcher:
         Args:
             cancel: calls that are not done raise `BackendClosedError`.
             timeout_s: after so long what is left is dropped, too.
+
+        Raises:
+            ValueError: `timeout_s` is negative or not a number; nothing is closed.
         """
+        check_limit(timeout_s)
         if self._origin.forked:
             return
         self._closed = True

@@ -17,6 +17,7 @@ from ._jax_settings import Settings
 from ._loops import check_own, running_loop
 from ._threads import closing_s, in_thread
 from .backend import Backend
+from .closing import check_limit
 from .errors import AiopipeError, BackendClosedError, PlacementError, TraceError
 from .evaluation import Evaluation
 from .fetch import fetch
@@ -95,6 +96,7 @@ class Pipeline:
         self._timeline = timeline
         self._on_progress = on_progress
         self._scheduler: Scheduler | None = None
+        self._ending: Scheduler | None = None  # until all of it is closed: who closes again waits for that, too
         self._recorded: Timeline | None = None
         self._opened = False
         self._remote = False
@@ -191,13 +193,14 @@ class Pipeline:
             timeout_s: as for `Scheduler.aclose`.
 
         Raises:
-            WrongLoopError: as `Scheduler.aclose` does.
+            ValueError, WrongLoopError: as `Scheduler.aclose` does.
         """
-        scheduler = self._scheduler
+        check_limit(timeout_s)
+        scheduler = self._scheduler or self._ending
         if scheduler is None:
             return
         check_own(scheduler.loop, "this pipeline")
-        self._scheduler = None
+        self._scheduler, self._ending = None, scheduler
         for task in list(self._tracing.values()):
             if not task.get_loop().is_closed():
                 task.cancel()
@@ -205,6 +208,7 @@ class Pipeline:
             await scheduler.aclose(cancel=cancel, timeout_s=timeout_s)
         finally:
             self._graphs.clear()
+        self._ending = None
 
     async def __aenter__(self) -> Pipeline:
         running_loop()  # nothing is opened where it could not be used

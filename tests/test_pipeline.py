@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import aiopipe as ap
+from gates import eventually
 from models import assert_close, batch, mlp, mlp_params, oracle
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
@@ -442,3 +443,29 @@ async def test_settings_of_jax_are_those_of_the_call() -> None:
         assert pipe.statistics().planned == planned + 1
         assert (await pipe(x)).dtype == np.float32
         assert pipe.statistics().planned == planned + 1
+
+
+async def test_closing_again_waits_for_the_first() -> None:
+    entered, gate = threading.Event(), threading.Event()
+
+    def wait(x: Any) -> Any:
+        entered.set()
+        assert gate.wait(30)
+        return x
+
+    def model(w: Any, x: Any) -> Any:
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct((4,), np.float32), x) * w
+
+    x = np.ones(4, np.float32)
+    async with ap.Pipeline(model, np.float32(2), devices=["cpu:0"]) as pipe:
+        evaluation = await pipe.submit(x)
+        await eventually(entered.is_set)
+        first, second = asyncio.ensure_future(pipe.aclose()), asyncio.ensure_future(pipe.aclose())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not first.done() and not second.done()
+        gate.set()
+        await second
+        assert evaluation.done()
+        await first
+        await pipe.aclose()

@@ -362,7 +362,10 @@ class Scheduler:
             timeout_s: after this long, cancel what has not finished; after as long again, leave
                 threads alone that a device still holds up, with a `ResourceWarning`.
 
+        What it raises, it raises when all is closed that can be; doing so again closes what is left.
+
         Raises:
+            ValueError: `timeout_s` is negative or not a number; nothing is closed.
             WrongLoopError: its event loop runs elsewhere. Where it has ended, what was in flight is lost.
         """
         await self._closing.close(cancel=cancel, timeout_s=timeout_s)
