@@ -23,7 +23,7 @@ from .evaluation import Evaluation
 from .fetch import fetch
 from .graph import Graph
 from .placement import place_under, upload_weight
-from .plans import shared
+from .plans import copies_of, shared
 from .sched.partition import Partition, partition
 from .sched.plan import Plan
 from .sched.scheduler import Scheduler
@@ -56,6 +56,10 @@ class Pipeline:
         timeline: record what runs where and when: `Pipeline.timeline`; see `Scheduler`.
         on_progress: called with (compiled, to compile) while a new shape is compiled.
 
+    Raises:
+        ValueError, TypeError: `max_plans` or `n_copies` makes no sense.
+        PlacementError: `split` makes no sense.
+
     Each new combination of input shapes, and of JAX's settings, is traced and compiled once, off the
     event loop; known shapes are served meanwhile.
 
@@ -85,6 +89,7 @@ class Pipeline:
             raise PlacementError(f"split={split!r}: expected 'auto', one number for each device, or a mapping")
         if max_plans < 1:
             raise ValueError(f"max_plans is {max_plans}, expected at least 1")
+        copies_of(n_copies)
         self._model = model
         self._weights = params
         self._devices = tuple(devices)

@@ -7,8 +7,9 @@ is allocated: `reserve`), then loaded (its weights are in place: it can run).
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar
 
 from ._loops import check_inside
 from ._threads import in_thread
@@ -22,9 +23,12 @@ from .runner import Runner
 from .sched.alloc import BackendSize, check_buffers, check_memory, largest_n_copies
 from .sched.plan import Plan, make_plan
 
-__all__ = ["Plans", "shared"]
+__all__ = ["Plans", "copies_of", "shared"]
 
 T = TypeVar("T")
+
+AUTO_COPIES = 4
+"""How many slots ``n_copies="auto"`` begins with."""
 
 
 class Plans:
@@ -265,6 +269,25 @@ class Plans:
 
     def _lane_for(self, backend: Backend, own: bool, inline: bool) -> Lane:
         return self._runner.lanes.lane_for(backend, own=own, inline=inline)
+
+
+def copies_of(n_copies: object) -> int:
+    """How many slots to begin with, for `n_copies` as a caller gives it.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is below 1, or some other text than ``"auto"``.
+    """
+    expected = "expected a whole number of at least 1 (1 means no pipelining), or 'auto'"
+    if isinstance(n_copies, str):
+        if n_copies != "auto":
+            raise ValueError(f"n_copies is {n_copies!r}: {expected}")
+        return AUTO_COPIES
+    if isinstance(n_copies, bool) or not isinstance(n_copies, SupportsIndex):
+        raise TypeError(f"n_copies is {n_copies!r}: {expected}")
+    if (copies := operator.index(n_copies)) < 1:
+        raise ValueError(f"n_copies is {copies}, {expected}")
+    return copies
 
 
 async def shared(task: asyncio.Task[T], is_closed: Callable[[], bool]) -> T:

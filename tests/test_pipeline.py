@@ -469,3 +469,25 @@ async def test_closing_again_waits_for_the_first() -> None:
         assert evaluation.done()
         await first
         await pipe.aclose()
+
+
+@pytest.mark.parametrize(
+    ("n_copies", "error"),
+    [
+        *(("8", ValueError), ("Auto", ValueError), (0, ValueError), (-1, ValueError)),
+        *((2.0, TypeError), (True, TypeError), (None, TypeError)),
+    ],
+)
+def test_numbers_of_copies_that_make_no_sense(n_copies: Any, error: type[Exception]) -> None:
+    for make in (
+        lambda: ap.Scheduler(["cpu:0"], n_copies=n_copies),
+        lambda: ap.Pipeline(mlp, mlp_params(1), devices=["cpu:0"], n_copies=n_copies),
+    ):
+        with pytest.raises(error, match=f"n_copies is {n_copies!r}.* whole number of at least 1 .* or 'auto'"):
+            make()
+
+
+@pytest.mark.parametrize("n_copies", [2, np.int64(2)])
+async def test_numbers_of_copies(n_copies: Any) -> None:
+    async with ap.Pipeline(mlp, mlp_params(1), devices=["cpu:0"], n_copies=n_copies) as pipe:
+        assert pipe.n_copies == 2
