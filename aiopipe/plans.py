@@ -85,6 +85,7 @@ class Plans:
         self._loaded: PerGraph[Loaded] = PerGraph()
         self._loading: dict[Graph, asyncio.Task[Loaded]] = {}
         self._one_at_a_time: asyncio.Lock | None = None
+        self._n_slots = runner.state.n_copies  # that have memory: more than there are, as long as some are given up
         self.get = self._loaded.get
 
     def values(self) -> list[Loaded]:
@@ -206,16 +207,17 @@ class Plans:
             async with self._one_at_a_time:  # what is checked must hold until it is in place
                 self._check(prepared)
                 self._adopt(prepared)
-                if self._runner.state.in_flight > self._runner.state.n_copies:
-                    await self._runner.synchronize()  # slots that went away give their memory back first
-                self._loader.slots.trim(self._runner.state.n_copies)
-                loaded = await self._loader.load(
-                    prepared, self._backends, n_copies=self._runner.state.n_copies, lane_for=self._lane_for
-                )
-                if self._decided(graph) == decided:  # nobody changed it meanwhile
-                    self._loaded.put(graph, loaded)
-                    self._reserved.drop(graph)
-                    return loaded
+                if not self._must_wait(prepared):
+                    self._loader.slots.trim(self._n_slots)
+                    loaded = await self._loader.load(
+                        prepared, self._backends, n_copies=self._runner.state.n_copies, lane_for=self._lane_for
+                    )
+                    if self._decided(graph) == decided:  # nobody changed it meanwhile
+                        self._loaded.put(graph, loaded)
+                        self._reserved.drop(graph)
+                        return loaded
+                    continue
+            await self._runner.synchronize()  # those that need no memory of these slots are loaded meanwhile
 
     async def _prepare(self, graph: Graph) -> Prepared:
         while True:
@@ -266,6 +268,15 @@ class Plans:
             sizes = beside(prepared, self._loaded.values(), self.state_nbytes())
             state = self._runner.state
             state.shrink(max(1, largest_n_copies(sizes, self._limits, state.n_copies)))
+
+    def _must_wait(self, prepared: Prepared) -> bool:
+        """Whether a plan needs memory of slots that went away, and that evaluations still hold."""
+        state = self._runner.state
+        if state.in_flight <= state.n_copies:
+            self._n_slots = state.n_copies
+            return False
+        sizes = beside(prepared, self._loaded.values(), self.state_nbytes())
+        return largest_n_copies(sizes, self._limits, self._n_slots) < self._n_slots
 
     def _lane_for(self, backend: Backend, own: bool, inline: bool) -> Lane:
         return self._runner.lanes.lane_for(backend, own=own, inline=inline)
