@@ -71,22 +71,37 @@ class Request:
         return [leaf[start:stop] for leaf in self.call.leaves]
 
     def succeed(self, part: int, rows: list[Array], structure: Any) -> bool:
-        """The results of a part are there; whether they were the last ones."""
+        """The results of a part are there; whether they were the last ones.
+
+        What goes wrong as they are put together is this call's alone.
+        """
         self._rows[part] = rows
         self._n_left -= 1
         if self._n_left:
             return False
-        whole = rows if len(self._rows) == 1 else [np.concatenate(parts) for parts in zip(*self._rows, strict=True)]
-        if self.call.single:
-            whole = [array[0] for array in whole]
-        if not self.result.done():
-            self.result.set_result(jax.tree.unflatten(structure, whole))
+        try:
+            whole = rows if len(self._rows) == 1 else [np.concatenate(parts) for parts in zip(*self._rows, strict=True)]
+            if self.call.single:
+                whole = [array[0] for array in whole]
+            result = jax.tree.unflatten(structure, whole)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the user's own pytree node may raise
+            self.fail(error)
+        else:
+            if not self.result.done():
+                self.result.set_result(result)
         return True
 
     def fail(self, error: BaseException) -> None:
         """It will have no result."""
-        if not self.result.done():
-            self.result.set_exception(error)
+        if self.result.done():
+            return
+        if isinstance(error, StopIteration):  # no future takes one
+            failure = RuntimeError("the result could not be put together: StopIteration was raised")
+            failure.__cause__ = error
+            error = failure
+        self.result.set_exception(error)
 
     def leave(self) -> None:
         """Nobody awaits the result any more."""

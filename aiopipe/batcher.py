@@ -15,6 +15,7 @@ from ._threads import closing_s, in_thread
 from .batch_request import INLINE_NBYTES, Call, Request, Template, read_call, to_host
 from .batch_tally import BatcherStatistics, Tally
 from .batching import Array, Batch, BatchQueue, Part, Sizes, merge, powers_of_two, rows_of
+from .closing import check_limit
 from .errors import BackendClosedError, OverloadedError, TensorError, WrongLoopError
 from .pipeline import Pipeline
 
@@ -33,7 +34,8 @@ class Batcher:
     arrays of its own.
 
     A call that is cancelled takes its rows with it, or, if they are on their way, has them discarded. A batch that
-    fails raises its error in the calls of this batch. Nobody else notices either.
+    fails raises its error in the calls of this batch, and a pytree node that cannot be put together in the call whose
+    rows it has. Nobody else notices either.
 
     Args:
         pipe: what evaluates; it stays open for longer than the batcher. Each row of its results must depend on the same
@@ -150,7 +152,11 @@ class Batcher:
         Args:
             cancel: calls that are not done raise `BackendClosedError`.
             timeout_s: after so long what is left is dropped, too.
+
+        Raises:
+            ValueError: `timeout_s` is negative or not a number; nothing is closed.
         """
+        check_limit(timeout_s)
         if self._origin.forked:
             return
         self._closed = True
@@ -158,6 +164,8 @@ class Batcher:
             async with asyncio.timeout(timeout_s):
                 while self._requests and not cancel:
                     self._pump(math.inf)
+                    if not self._running:
+                        break  # nothing will come of what is left: it is told so
                     await asyncio.wait(self._running)
         except TimeoutError:
             pass
@@ -226,8 +234,12 @@ class Batcher:
         # Beside longer calls a part would be padded to another length than the rest of its call.
         kind = (call.kind, "cut") if len(cuts) > 1 and self._sizes.lengths else call.kind
         full = False
-        for i, (start, stop) in enumerate(cuts):
-            full |= self._queue.add(Part((id, i), kind, stop - start, call.n_tokens, now_s))
+        try:
+            for i, (start, stop) in enumerate(cuts):
+                full |= self._queue.add(Part((id, i), kind, stop - start, call.n_tokens, now_s))
+        except BaseException:  # kinds are compared, and the user's own pytree node may raise there
+            self._forget(id, request)
+            raise
         self._tally.requests += 1
         if full:
             self._pump(-math.inf)  # what is not full waits, if only for those who call in this pass of the loop
@@ -302,11 +314,15 @@ class Batcher:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         assert self._loop is not None
-        del self._running[task]
-        if not task.cancelled():
-            task.result()  # it raises nothing but what is a fault of this file
-        if self._requests:
-            self._pump(math.inf if self._closed else self._loop.time())
+        batch = self._running.pop(task)
+        try:
+            if task.cancelled():  # by others, before it began
+                self._fail(batch, BackendClosedError("its batch was cancelled before this result was there"))
+            elif not isinstance(task.exception(), (KeyboardInterrupt, SystemExit)):  # which the loop has had already
+                task.result()  # it raises nothing but what is a fault of this file
+        finally:
+            if self._requests:
+                self._pump(math.inf if self._closed else self._loop.time())
 
     async def _run(self, batch: Batch, structure: Any, values: list[list[Array]]) -> None:
         """Evaluate a batch; give everybody what is theirs.
@@ -328,7 +344,12 @@ class Batcher:
                     del self._requests[id]
         except asyncio.CancelledError:  # of this task, as nobody is left; or of the evaluation, by its scheduler
             self._fail(batch, BackendClosedError("the pipeline was closed before this result was there"))
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            self._fail(batch, BackendClosedError("the program was to end before this result was there"))
+            raise
+        except BaseException as error:
+            if self._loop.is_closed():
+                raise  # this is `GeneratorExit`, and nobody can be told
             self._fail(batch, error)
 
     async def _results(self, batch: Batch, structure: Any, values: list[list[Array]]) -> tuple[Any, list[list[Array]]]:
@@ -346,7 +367,7 @@ class Batcher:
         arrays = await to_host(leaves)
         return made, await _copied(lambda: rows_of(batch, arrays), sum(array.nbytes for array in arrays))
 
-    def _fail(self, batch: Batch, error: Exception) -> None:
+    def _fail(self, batch: Batch, error: BaseException) -> None:
         for id in {part.id[0] for part in batch.parts}:
             request = self._requests.get(id)
             if request is not None:

@@ -17,12 +17,13 @@ from ._jax_settings import Settings
 from ._loops import check_own, running_loop
 from ._threads import closing_s, in_thread
 from .backend import Backend
+from .closing import check_limit
 from .errors import AiopipeError, BackendClosedError, PlacementError, TraceError
 from .evaluation import Evaluation
 from .fetch import fetch
 from .graph import Graph
 from .placement import place_under, upload_weight
-from .plans import shared
+from .plans import copies_of, shared
 from .sched.partition import Partition, partition
 from .sched.plan import Plan
 from .sched.scheduler import Scheduler
@@ -55,6 +56,10 @@ class Pipeline:
         timeline: record what runs where and when: `Pipeline.timeline`; see `Scheduler`.
         on_progress: called with (compiled, to compile) while a new shape is compiled.
 
+    Raises:
+        ValueError, TypeError: `max_plans` or `n_copies` makes no sense.
+        PlacementError: `split` makes no sense.
+
     Each new combination of input shapes, and of JAX's settings, is traced and compiled once, off the
     event loop; known shapes are served meanwhile.
 
@@ -84,6 +89,7 @@ class Pipeline:
             raise PlacementError(f"split={split!r}: expected 'auto', one number for each device, or a mapping")
         if max_plans < 1:
             raise ValueError(f"max_plans is {max_plans}, expected at least 1")
+        copies_of(n_copies)
         self._model = model
         self._weights = params
         self._devices = tuple(devices)
@@ -95,6 +101,7 @@ class Pipeline:
         self._timeline = timeline
         self._on_progress = on_progress
         self._scheduler: Scheduler | None = None
+        self._ending: Scheduler | None = None  # until all of it is closed: who closes again waits for that, too
         self._recorded: Timeline | None = None
         self._opened = False
         self._remote = False
@@ -191,13 +198,14 @@ class Pipeline:
             timeout_s: as for `Scheduler.aclose`.
 
         Raises:
-            WrongLoopError: as `Scheduler.aclose` does.
+            ValueError, WrongLoopError: as `Scheduler.aclose` does.
         """
-        scheduler = self._scheduler
+        check_limit(timeout_s)
+        scheduler = self._scheduler or self._ending
         if scheduler is None:
             return
         check_own(scheduler.loop, "this pipeline")
-        self._scheduler = None
+        self._scheduler, self._ending = None, scheduler
         for task in list(self._tracing.values()):
             if not task.get_loop().is_closed():
                 task.cancel()
@@ -205,6 +213,7 @@ class Pipeline:
             await scheduler.aclose(cancel=cancel, timeout_s=timeout_s)
         finally:
             self._graphs.clear()
+        self._ending = None
 
     async def __aenter__(self) -> Pipeline:
         running_loop()  # nothing is opened where it could not be used

@@ -7,8 +7,9 @@ is allocated: `reserve`), then loaded (its weights are in place: it can run).
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar
 
 from ._loops import check_inside
 from ._threads import in_thread
@@ -22,9 +23,12 @@ from .runner import Runner
 from .sched.alloc import BackendSize, check_buffers, check_memory, largest_n_copies
 from .sched.plan import Plan, make_plan
 
-__all__ = ["Plans", "shared"]
+__all__ = ["Plans", "copies_of", "shared"]
 
 T = TypeVar("T")
+
+AUTO_COPIES = 4
+"""How many slots ``n_copies="auto"`` begins with."""
 
 
 class Plans:
@@ -81,6 +85,7 @@ class Plans:
         self._loaded: PerGraph[Loaded] = PerGraph()
         self._loading: dict[Graph, asyncio.Task[Loaded]] = {}
         self._one_at_a_time: asyncio.Lock | None = None
+        self._n_slots = runner.state.n_copies  # that have memory: more than there are, as long as some are given up
         self.get = self._loaded.get
 
     def values(self) -> list[Loaded]:
@@ -202,16 +207,17 @@ class Plans:
             async with self._one_at_a_time:  # what is checked must hold until it is in place
                 self._check(prepared)
                 self._adopt(prepared)
-                if self._runner.state.in_flight > self._runner.state.n_copies:
-                    await self._runner.synchronize()  # slots that went away give their memory back first
-                self._loader.slots.trim(self._runner.state.n_copies)
-                loaded = await self._loader.load(
-                    prepared, self._backends, n_copies=self._runner.state.n_copies, lane_for=self._lane_for
-                )
-                if self._decided(graph) == decided:  # nobody changed it meanwhile
-                    self._loaded.put(graph, loaded)
-                    self._reserved.drop(graph)
-                    return loaded
+                if not self._must_wait(prepared):
+                    self._loader.slots.trim(self._n_slots)
+                    loaded = await self._loader.load(
+                        prepared, self._backends, n_copies=self._runner.state.n_copies, lane_for=self._lane_for
+                    )
+                    if self._decided(graph) == decided:  # nobody changed it meanwhile
+                        self._loaded.put(graph, loaded)
+                        self._reserved.drop(graph)
+                        return loaded
+                    continue
+            await self._runner.synchronize()  # those that need no memory of these slots are loaded meanwhile
 
     async def _prepare(self, graph: Graph) -> Prepared:
         while True:
@@ -263,8 +269,36 @@ class Plans:
             state = self._runner.state
             state.shrink(max(1, largest_n_copies(sizes, self._limits, state.n_copies)))
 
+    def _must_wait(self, prepared: Prepared) -> bool:
+        """Whether a plan needs memory of slots that went away, and that evaluations still hold."""
+        state = self._runner.state
+        if state.in_flight <= state.n_copies:
+            self._n_slots = state.n_copies
+            return False
+        sizes = beside(prepared, self._loaded.values(), self.state_nbytes())
+        return largest_n_copies(sizes, self._limits, self._n_slots) < self._n_slots
+
     def _lane_for(self, backend: Backend, own: bool, inline: bool) -> Lane:
         return self._runner.lanes.lane_for(backend, own=own, inline=inline)
+
+
+def copies_of(n_copies: object) -> int:
+    """How many slots to begin with, for `n_copies` as a caller gives it.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is below 1, or some other text than ``"auto"``.
+    """
+    expected = "expected a whole number of at least 1 (1 means no pipelining), or 'auto'"
+    if isinstance(n_copies, str):
+        if n_copies != "auto":
+            raise ValueError(f"n_copies is {n_copies!r}: {expected}")
+        return AUTO_COPIES
+    if isinstance(n_copies, bool) or not isinstance(n_copies, SupportsIndex):
+        raise TypeError(f"n_copies is {n_copies!r}: {expected}")
+    if (copies := operator.index(n_copies)) < 1:
+        raise ValueError(f"n_copies is {copies}, {expected}")
+    return copies
 
 
 async def shared(task: asyncio.Task[T], is_closed: Callable[[], bool]) -> T:

@@ -589,6 +589,131 @@ async def test_parts_of_different_shapes_do_not_hang() -> None:
             await call
 
 
+class Fragile:
+    """A pytree node of results that cannot be put together where it is told so."""
+
+    refused: Callable[[Any], BaseException | None] = staticmethod(lambda _: None)
+
+    def __init__(self, y: Any) -> None:
+        self.y = y
+
+
+def fragile(_: Any, children: Any) -> Fragile:
+    error = Fragile.refused(children[0])
+    if error is not None:
+        raise error
+    return Fragile(children[0])
+
+
+jax.tree_util.register_pytree_node(Fragile, lambda node: ((node.y,), None), fragile)
+
+
+class Rare(BaseException):
+    """No `Exception`."""
+
+
+ANY = [ValueError, Rare, asyncio.CancelledError, GeneratorExit, StopIteration]
+
+
+@pytest.mark.parametrize("error", ANY)
+async def test_results_that_cannot_be_put_together_fail_their_call_alone(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(function=lambda x: Fragile(x * 2))
+    xs = [np.full((1, 8), i, np.float32) for i in (100, 1, 2)]
+    monkeypatch.setattr(Fragile, "refused", lambda y: error("by the user") if (y >= 100).any() else None)
+    async with batcher_of(recorder, max_batch=4) as batcher:
+        bad, *good = await begun([batcher(x) for x in xs])
+        await recorder.until(1)
+        (queued,) = await begun([batcher(rows(1)[:, :4])])
+        recorder.answer(0)
+        for x, call in zip(xs[1:], good, strict=True):
+            np.testing.assert_array_equal((await call).y, x * 2)
+        await asyncio.wait([bad])
+        told = RuntimeError if error is StopIteration else error
+        with pytest.raises(told):
+            bad.result()
+        await recorder.until(2)  # the slot is free again
+        recorder.answer(1)
+        np.testing.assert_array_equal((await queued).y, rows(1)[:, :4] * 2)
+        assert batcher.statistics().in_flight == 0
+
+
+@pytest.mark.parametrize("error", ANY)
+async def test_whatever_a_batch_raises_its_calls_hear_of_it_and_the_next_goes_on(error: type[BaseException]) -> None:
+    def function(x: Any) -> Any:
+        if x.shape[1] == 8:
+            raise error("by the user")
+        return x * 2
+
+    recorder = Recorder(function=function)
+    async with batcher_of(recorder, max_batch=4) as batcher:
+        calls = await begun([batcher(rows(1)), batcher(rows(1))])
+        await recorder.until(1)
+        (queued,) = await begun([batcher(rows(1)[:, :4])])
+        recorder.answer(0)
+        told = {StopIteration: RuntimeError, asyncio.CancelledError: ap.BackendClosedError}.get(error, error)
+        await asyncio.wait(calls)
+        for call in calls:
+            with pytest.raises(told):
+                call.result()
+        await recorder.until(2)
+        recorder.answer(1)
+        np.testing.assert_array_equal(await queued, rows(1)[:, :4] * 2)
+        assert batcher.statistics().in_flight == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_is_to_end_the_program_does_so_and_no_call_is_left_waiting(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fragile, "refused", lambda y: error("by the user") if y.shape[0] == 1 else None)
+    recorder = Recorder(function=lambda x: Fragile(x * 2))
+    batcher = batcher_of(recorder, max_batch=4)
+
+    async def call() -> list[asyncio.Task[Any]]:
+        calls = await begun([batcher(rows(1)), batcher(rows(2))])
+        await recorder.until(1)
+        return calls
+
+    async def end(calls: list[asyncio.Task[Any]], answer: bool) -> None:
+        if answer:
+            recorder.answer(0)
+        await asyncio.wait(calls)
+        await batcher.aclose()
+
+    with asyncio.Runner() as runner:
+        calls = runner.run(call())
+        with pytest.raises(error, match="by the user"):
+            runner.run(end(calls, True))
+        runner.run(end(calls, False))
+    for each in calls:
+        assert isinstance(each.exception(), ap.BackendClosedError)
+
+
+async def test_a_structure_that_cannot_be_compared_is_its_callers_problem() -> None:
+    class Incomparable:
+        def __eq__(self, other: object) -> bool:
+            raise ValueError("by the user")
+
+        def __hash__(self) -> int:
+            return 1
+
+    class Node:
+        pass
+
+    jax.tree_util.register_pytree_node(Node, lambda _: ((rows(1),), Incomparable()), lambda _, xs: xs[0])
+    recorder = Recorder()
+    async with batcher_of(recorder) as batcher:
+        first, second = await begun([batcher(Node()), batcher(Node())])
+        with pytest.raises(ValueError, match="checking equality"):
+            await second
+        assert batcher.statistics().waiting == 1
+        await recorder.until(1)
+        recorder.answer(0)
+        np.testing.assert_array_equal(await first, rows(1) * 2)
+
+
 async def test_cancelling_at_random() -> None:
     """Whatever leaves beside it: everybody else gets their own rows, and nothing is left."""
     params = mlp_params(2)

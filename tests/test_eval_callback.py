@@ -590,3 +590,28 @@ class Nothing:
 
     def signature(self) -> str:
         return "nothing"
+
+
+@pytest.mark.parametrize("n_copies", [1, 2, 3])
+async def test_evaluations_from_within_a_callback_are_as_many_as_other_slots(n_copies: int) -> None:
+    async with ap.Scheduler(["cpu:0"], n_copies=n_copies) as sched:
+        observed, other = ap.trace(mlp, mlp_params(1), batch()), ap.trace(mlp, mlp_params(2), batch())
+        await sched.plan(other)
+        n_done, waiting = 0, list[asyncio.Task[Any]]()
+
+        async def callback(_: ap.Tensor, ask: bool) -> bool:
+            nonlocal n_done
+            if not ask and not waiting:
+                sched.set_eval_callback(None)
+                for _ in range(n_copies - 1):
+                    await sched.graph_compute(other, batch())
+                    n_done += 1
+                waiting.append(asyncio.ensure_future(sched.graph_compute(other, batch())))
+                await asyncio.sleep(0)
+                assert sched.statistics().waiting == 1  # for the slot of the observed one
+            return True
+
+        sched.set_eval_callback(callback)
+        await sched.graph_compute(observed, batch())
+        await waiting[0]
+        assert n_done == n_copies - 1

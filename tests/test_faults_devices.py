@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
+import time
+import warnings
 from typing import Any
 
 import jax
@@ -15,6 +18,7 @@ import aiopipe as ap
 from aiopipe.devices.sim import HostOp
 from aiopipe.graph import Graph
 from aiopipe.graph_builder import GraphBuilder
+from aiopipe.lanes import ThreadLane
 from hanging import Later
 from models import assert_close, batch, mlp, mlp_params, oracle
 from simgraphs import SPEC, array, assert_equal, chain, settled, unsplit
@@ -230,3 +234,89 @@ async def test_backends_that_raise_or_hang_when_they_are_closed(monkeypatch: pyt
     assert sched.statistics().plans == 0
     with pytest.raises(ap.BackendClosedError):
         await sched.graph_compute(graph, array(1))
+
+
+def stalling(gate: threading.Event) -> tuple[Later, Graph]:
+    """A device that computes in a thread, and a graph whose computation waits for the gate."""
+
+    def wait(x: Any) -> Any:
+        assert gate.wait(30)
+        return x
+
+    return Later(blocks=True), chain([HostOp(wait)])
+
+
+@pytest.mark.parametrize("kind", [ap.Scheduler, ap.Pipeline, ap.Batcher])
+@pytest.mark.parametrize("timeout_s", [float("nan"), -1.0])
+async def test_a_time_limit_that_makes_no_sense_closes_nothing(kind: type, timeout_s: float) -> None:
+    x = np.ones((1, 4), np.float32)
+    async with ap.Pipeline(lambda w, x: x * w, np.float32(2), devices=["cpu:0"]) as pipe, ap.Batcher(pipe) as batcher:
+        one = {ap.Scheduler: pipe.scheduler, ap.Pipeline: pipe, ap.Batcher: batcher}[kind]
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"timeout_s is {timeout_s}: expected seconds, at least 0"):
+                await one.aclose(timeout_s=timeout_s)
+            assert_equal(await batcher(x), x * 2)
+        await one.aclose()
+
+
+async def test_a_warning_that_is_an_error_does_not_break_closing_off() -> None:
+    gate = threading.Event()
+    backend, graph = stalling(gate)
+    sched = ap.Scheduler([backend, "cpu:0"])
+    opened, state = sched.backends[1], ap.State({"s": np.zeros(4, np.float32)})
+    stateful = ap.trace(lambda _, s, x: (x, {"s": s["s"] + x}), None, np.ones(4, np.float32), state=state)
+    await sched.plan(graph)
+    sched.set_cut(stateful, [1] * len(stateful.nodes))
+    await sched.graph_compute(stateful, np.ones(4, np.float32), state=state)
+    evaluation = await sched.graph_compute_async(graph, array(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        for _ in range(2):  # for as long as it is so
+            with pytest.raises(ResourceWarning, match="lane 'later:0' is held up by the device"):
+                await sched.aclose(timeout_s=0.0)
+            assert evaluation.cancelled() and opened.closed and not state.is_allocated
+            assert sched.statistics().plans == 0
+        gate.set()
+        await sched.aclose()
+    settled(sched)
+    await sched.aclose(timeout_s=0.0)
+    await backend.aclose()
+
+
+async def test_closing_again_closes_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    sched = ap.Scheduler(["cpu:0", "cpu:1"])
+    broken, other = sched.backends
+    await sched.graph_compute(ap.trace(lambda w, x: x * w, np.float32(2), batch()), batch())
+    closed: list[str] = []
+
+    async def refuse() -> None:
+        closed.append("refused")
+        raise OSError("cannot close")
+
+    monkeypatch.setattr(broken, "aclose", refuse)
+    for _ in range(2):
+        with pytest.raises(OSError, match="cannot close"):
+            await sched.aclose()
+    assert other.closed and not broken.closed and closed == ["refused"] * 2
+    monkeypatch.undo()
+    await sched.aclose()
+    assert broken.closed
+
+
+class SlowToEnd(ThreadLane):
+    """Its thread takes a moment to end, as it may on a busy machine."""
+
+    def _run(self) -> None:
+        super()._run()
+        time.sleep(0.02)
+
+
+async def test_a_lane_that_has_nothing_to_do_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = chain(1)
+    async with Later(blocks=True) as backend:
+        monkeypatch.setattr(backend, "make_lane", lambda own: SlowToEnd(backend.name))
+        sched = ap.Scheduler([backend, "cpu:0"])
+        assert_equal((await sched.graph_compute(graph, array(1))).array, unsplit(graph, array(1)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ResourceWarning)
+            await sched.aclose(timeout_s=0.0)

@@ -19,6 +19,8 @@ import aiopipe as ap
 from aiopipe.devices.sim import Cluster
 from aiopipe.sched.alloc import BackendSize, check_memory, largest_n_copies
 from aiopipe.staging import Slots, Staging
+from gates import eventually
+from hanging import Later
 from models import assert_close, batch, mlp, mlp_params, oracle
 from simgraphs import SPEC, TOTAL, array, assert_equal, chain, settled, unsplit
 
@@ -244,6 +246,34 @@ async def test_auto_gives_slots_up_while_evaluations_are_in_flight() -> None:
             assert_equal(await r, unsplit(small, array(i)))
         assert_equal(await later, unsplit(large, *inputs))
         assert_equal(await last, unsplit(small, array(9)))
+        settled(sched)
+
+
+async def test_auto_loads_what_fits_beside_slots_that_a_device_holds() -> None:
+    """One graph waits until the device gives up slots; another, which needs none of their memory, does not."""
+    backend = Later()
+    small, large, other = chain(2, name="small"), wide(5), chain(3, name="other")
+    inputs = [array(i) for i in range(5)]
+    async with ap.Scheduler([backend, "cpu:0"], n_copies="auto", memory_limit={"later:0": 10 * 32}) as sched:
+        for graph in (small, large, other):
+            sched.set_cut(graph, [0] * len(graph.nodes))
+        await sched.alloc_graph(small)
+        backend.hangs = True
+        hung = [await sched.graph_compute_async(small, array(i), deadline=0.0) for i in range(3)]
+        for evaluation in hung:
+            with pytest.raises(ap.DeadlineExceeded):
+                await evaluation
+        assert sched.statistics().in_flight == 3 and sched.n_copies == 4
+        waits = asyncio.ensure_future(sched.graph_compute(large, *inputs))
+        await eventually(lambda: sched.n_copies == 1)
+        await sched.alloc_graph(other)
+        with pytest.raises(ap.DeadlineExceeded, match="still waits for a slot"):
+            await sched.graph_compute(other, array(1), deadline=0.0)
+        assert not waits.done() and sched.statistics().in_flight == 3
+        backend.let_go()
+        assert_equal((await waits).array, unsplit(large, *inputs))
+        assert_equal((await sched.graph_compute(other, array(1))).array, unsplit(other, array(1)))
+        assert sched.n_copies == 1
         settled(sched)
 
 

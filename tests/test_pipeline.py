@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import aiopipe as ap
+from gates import eventually
 from models import assert_close, batch, mlp, mlp_params, oracle
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
@@ -456,3 +457,51 @@ async def test_settings_of_jax_are_those_of_the_call() -> None:
         assert pipe.statistics().planned == planned + 1
         assert (await pipe(x)).dtype == np.float32
         assert pipe.statistics().planned == planned + 1
+
+
+async def test_closing_again_waits_for_the_first() -> None:
+    entered, gate = threading.Event(), threading.Event()
+
+    def wait(x: Any) -> Any:
+        entered.set()
+        assert gate.wait(30)
+        return x
+
+    def model(w: Any, x: Any) -> Any:
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct((4,), np.float32), x) * w
+
+    x = np.ones(4, np.float32)
+    async with ap.Pipeline(model, np.float32(2), devices=["cpu:0"]) as pipe:
+        evaluation = await pipe.submit(x)
+        await eventually(entered.is_set)
+        first, second = asyncio.ensure_future(pipe.aclose()), asyncio.ensure_future(pipe.aclose())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not first.done() and not second.done()
+        gate.set()
+        await second
+        assert evaluation.done()
+        await first
+        await pipe.aclose()
+
+
+@pytest.mark.parametrize(
+    ("n_copies", "error"),
+    [
+        *(("8", ValueError), ("Auto", ValueError), (0, ValueError), (-1, ValueError)),
+        *((2.0, TypeError), (True, TypeError), (None, TypeError)),
+    ],
+)
+def test_numbers_of_copies_that_make_no_sense(n_copies: Any, error: type[Exception]) -> None:
+    for make in (
+        lambda: ap.Scheduler(["cpu:0"], n_copies=n_copies),
+        lambda: ap.Pipeline(mlp, mlp_params(1), devices=["cpu:0"], n_copies=n_copies),
+    ):
+        with pytest.raises(error, match=f"n_copies is {n_copies!r}.* whole number of at least 1 .* or 'auto'"):
+            make()
+
+
+@pytest.mark.parametrize("n_copies", [2, np.int64(2)])
+async def test_numbers_of_copies(n_copies: Any) -> None:
+    async with ap.Pipeline(mlp, mlp_params(1), devices=["cpu:0"], n_copies=n_copies) as pipe:
+        assert pipe.n_copies == 2

@@ -20,7 +20,7 @@ from ..evaluation import Evaluation
 from ..graph import Graph, Tensor
 from ..loader import Loader
 from ..observe import EvalCallback, Pieces
-from ..plans import Plans
+from ..plans import Plans, copies_of
 from ..ready import Ready
 from ..recorder import CAPACITY, Recorder
 from ..registry import index_of, with_host
@@ -35,9 +35,6 @@ from .alloc import choose_buffer_types, memory_limits
 from .plan import Plan
 
 __all__ = ["Scheduler"]
-
-AUTO_COPIES = 4
-"""How many slots ``n_copies="auto"`` begins with."""
 
 
 class Scheduler:
@@ -68,7 +65,7 @@ class Scheduler:
 
     Raises:
         PlacementError: a spec names no device, a device is given twice, or it lacks the buffer type.
-        ValueError: `deadline` or `n_copies` makes no sense.
+        ValueError, TypeError: `deadline` or `n_copies` makes no sense.
     """
 
     def __init__(
@@ -84,14 +81,14 @@ class Scheduler:
         timeline: bool | int = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        copies = copies_of(n_copies)
         self.backends, self._opened = with_host(backends)
         recorder = Recorder(self.backends, CAPACITY if timeline is True else timeline) if timeline else None
         self._timeline = None if recorder is None else Timeline.of(recorder)
         self.buffer_types = choose_buffer_types([backend.device for backend in self.backends], buffer_types)
         self.memory_limits = memory_limits([backend.device for backend in self.backends], memory_limit)
         self._loader = Loader(on_progress)
-        auto = n_copies == "auto"
-        copies = AUTO_COPIES if isinstance(n_copies, str) else n_copies
+        auto = isinstance(n_copies, str)
         self._runner = Runner(copies, Pieces(self._loader.compile), recorder)
         self._runner.deadline = seconds_of(deadline)
         self._plans = Plans(
@@ -185,8 +182,12 @@ class Scheduler:
 
         A tensor that several splits compute is asked about once, one that nobody needs never. Values may
         differ in the last bits from those of an evaluation that runs whole splits, and what is shown needs
-        memory beyond `buffer_size`. Several evaluations may be under way and call the callback in turns. It
-        must not wait for the evaluation that it observes, nor for a new one where `n_copies` is 1.
+        memory beyond `buffer_size`. Several evaluations may be under way and call the callback in turns.
+
+        It must not wait for the evaluation that it observes, nor for one that comes round to the slot of that: at most
+        ``n_copies - 1`` evaluations, whoever submits them, are admitted before the observed one has ended; the next
+        waits for its slot, and would wait for ever. So with one slot a callback evaluates nothing, and with ``"auto"``
+        it loads no new graph, which may wait for slots to be given up.
 
         Raises:
             TypeError: the callback cannot be called.
@@ -362,7 +363,10 @@ class Scheduler:
             timeout_s: after this long, cancel what has not finished; after as long again, leave
                 threads alone that a device still holds up, with a `ResourceWarning`.
 
+        What it raises, it raises when all is closed that can be; doing so again closes what is left.
+
         Raises:
+            ValueError: `timeout_s` is negative or not a number; nothing is closed.
             WrongLoopError: its event loop runs elsewhere. Where it has ended, what was in flight is lost.
         """
         await self._closing.close(cancel=cancel, timeout_s=timeout_s)
