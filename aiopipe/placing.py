@@ -119,5 +119,29 @@ class Placing:
 
 
 def _may_change(value: Any) -> bool:
-    """Whether it is not the same weight the next time."""
-    return isinstance(value, np.ndarray) and value.flags.writeable
+    """Whether it may be another weight the next time: an array of NumPy whose memory somebody can write to.
+
+    Its own flag says so of itself alone. A view that is read only has the memory of another array, or of an object
+    that NumPy knows nothing of; where that does not say that it is read only, it counts as one that can be written.
+    """
+    if not isinstance(value, np.ndarray):
+        return False
+    while True:
+        if isinstance(value, np.ndarray):
+            if value.flags.writeable:
+                return True
+            if value.base is None:
+                return False
+            value = value.base
+        elif isinstance(value, memoryview) and value.obj is not None:  # perhaps a read-only one of a bytearray
+            value = value.obj
+        else:
+            return not _is_read_only(value)
+
+
+def _is_read_only(owner: Any) -> bool:
+    try:
+        with memoryview(owner) as seen:
+            return seen.readonly
+    except Exception:  # it shows its memory to nobody, or not any more
+        return False

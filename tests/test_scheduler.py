@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -182,6 +183,51 @@ async def test_weights_may_be_committed_arrays_plain_arrays_or_tensors() -> None
         assert sched.statistics().copied_weights_nbytes == params[1].nbytes
 
 
+def _frozen(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+@pytest.mark.parametrize(
+    ("weight", "copied_again"),
+    [
+        (lambda memory, path: _frozen(memory), True),
+        (lambda memory, path: _frozen(_frozen(memory)[::-1]), True),
+        (lambda memory, path: np.broadcast_to(memory[:1], (4,)), True),
+        (lambda memory, path: np.frombuffer(memoryview(memory).toreadonly(), np.float32), True),
+        (lambda memory, path: np.frombuffer(memoryview(bytearray(memory.tobytes())).toreadonly(), np.float32), True),
+        (lambda memory, path: _frozen(np.frombuffer(bytearray(memory.tobytes()), np.float32)), True),
+        (lambda memory, path: _frozen(np.array(memory)[:]), True),
+        (lambda memory, path: np.from_dlpack(jnp.array(memory)), True),  # which does not say whose memory it is
+        (lambda memory, path: _frozen(np.memmap(_file(memory, path), np.float32, "r+")), True),
+        (lambda memory, path: memory, True),
+        (lambda memory, path: np.memmap(_file(memory, path), np.float32, "r")[:], False),
+        (lambda memory, path: np.asarray(np.memmap(_file(memory, path), np.float32, "r"))[:], False),
+        (lambda memory, path: np.frombuffer(memory.tobytes(), np.float32)[:], False),
+        (lambda memory, path: jnp.array(memory), False),
+    ],
+)
+async def test_a_weight_in_memory_that_somebody_can_write_is_read_again(
+    weight: Any, copied_again: bool, tmp_path: Path
+) -> None:
+    """By the next graph. Its own flag is not all: a read-only view has somebody's memory."""
+    memory = np.ones(4, np.float32)
+    value = weight(memory, tmp_path / "weight")
+    async with ap.Scheduler(["cpu:0"]) as sched:
+        graphs = [ap.trace(lambda w, x, k=k: x * w + k, value, memory) for k in range(2)]
+        for k, graph in enumerate(graphs):
+            x = np.arange(4, dtype=np.float32)
+            np.testing.assert_array_equal(await sched.graph_compute(graph, x), x * np.asarray(value) + k)
+            memory[...] = 5  # those that have this memory are other weights now
+        assert sched.statistics().copied_weights_nbytes == (2 if copied_again else 1) * value.nbytes
+
+
+def _file(memory: np.ndarray[Any, Any], path: Path) -> Path:
+    memory.tofile(path)
+    return path
+
+
 async def test_a_weight_read_on_two_backends_is_copied_once_for_all_plans() -> None:
     def tied(w: Any, x: Any) -> Any:
         return jnp.tanh(x @ w["e"]) @ w["m"] @ w["e"].T
@@ -189,8 +235,8 @@ async def test_a_weight_read_on_two_backends_is_copied_once_for_all_plans() -> N
     w = {"e": mlp_params(1)[0], "m": mlp_params(1, seed=1)[0]}
     async with ap.Scheduler(["cpu:0", "cpu:1"]) as sched:
         weights = await ap.place(w, {"e": sched.backends[0], "m": sched.backends[1]})
-        for rows in (1, 2, 3):
-            graph = ap.trace(tied, weights, batch(rows))
+        graphs = [ap.trace(tied, weights, batch(rows)) for rows in (1, 2, 3)]  # a copy lives as long as one of them
+        for rows, graph in enumerate(graphs, 1):
             sched.set_tensor_backend(graph, graph.outputs[0], "cpu:1")
             assert_close(await sched.graph_compute(graph, batch(rows)), oracle(tied, w, batch(rows)))
         assert sched.statistics().copied_weights_nbytes == w["e"].nbytes
