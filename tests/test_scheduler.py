@@ -235,8 +235,8 @@ async def test_a_weight_read_on_two_backends_is_copied_once_for_all_plans() -> N
     w = {"e": mlp_params(1)[0], "m": mlp_params(1, seed=1)[0]}
     async with ap.Scheduler(["cpu:0", "cpu:1"]) as sched:
         weights = await ap.place(w, {"e": sched.backends[0], "m": sched.backends[1]})
-        for rows in (1, 2, 3):
-            graph = ap.trace(tied, weights, batch(rows))
+        graphs = [ap.trace(tied, weights, batch(rows)) for rows in (1, 2, 3)]  # a copy lives as long as one of them
+        for rows, graph in enumerate(graphs, 1):
             sched.set_tensor_backend(graph, graph.outputs[0], "cpu:1")
             assert_close(await sched.graph_compute(graph, batch(rows)), oracle(tied, w, batch(rows)))
         assert sched.statistics().copied_weights_nbytes == w["e"].nbytes
