@@ -113,12 +113,8 @@ class Closing:
 
     @staticmethod
     def _warn(held_up: Sequence[str], timeout_s: float | None) -> None:
-        if not held_up:
-            return
-        names = ", ".join(map(repr, held_up))
-        what = f"thread of lane {names} is" if len(held_up) == 1 else f"threads of the lanes {names} are"
-        message = f"the {what} held up by the device; left alone after {timeout_s} s"
-        warnings.warn(message, ResourceWarning, stacklevel=1)
+        if held_up:
+            warnings.warn(f"{'; '.join(held_up)}; left alone after {timeout_s} s", ResourceWarning, stacklevel=1)
 
 
 def check_limit(timeout_s: float | None) -> None:

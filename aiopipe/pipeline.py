@@ -15,7 +15,7 @@ import numpy as np
 from . import _jax, _jax_types
 from ._jax_settings import Settings
 from ._loops import check_own, running_loop
-from ._threads import closing_s, in_thread
+from ._threads import closing_s
 from .backend import Backend
 from .closing import check_limit
 from .errors import AiopipeError, BackendClosedError, PlacementError, TraceError
@@ -270,7 +270,7 @@ class Pipeline:
                 self._weights = await place_under(config, self._weights, self._placement(scheduler, self._split))
                 self._placed = True
             try:
-                graph, ops = await in_thread(work, "trace")
+                graph, ops = await scheduler._in_thread(work, "trace")
             except AiopipeError:
                 raise
             except Exception as error:
@@ -294,7 +294,7 @@ class Pipeline:
         """
         compiled = None
         if self._first is None:
-            part = await in_thread(lambda: self._partition(scheduler, graph), "plan")
+            part = await scheduler._in_thread(lambda: self._partition(scheduler, graph), "plan")
             scheduler.set_cut(graph, part.node_backend)
             compiled = await scheduler.check_fit(graph)  # before anything is uploaded
             graph = await self._place_weights(scheduler, graph, part)
@@ -325,7 +325,7 @@ class Pipeline:
                     held[tensor.id] = placed[-1].buffers
             return placed, graph.with_buffers(held)
 
-        placed, graph_on_devices = await in_thread(upload, "upload")
+        placed, graph_on_devices = await scheduler._in_thread(upload, "upload")
         self._weights = jax.tree.unflatten(treedef, placed)
         self._placed = True
         return graph_on_devices

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import SupportsIndex, TypeVar
 
 from ._loops import check_inside
-from ._threads import in_thread
 from .backend import Backend, Lane
 from .devices.base import BufferType
 from .errors import BackendClosedError, ReplanError
@@ -248,7 +247,7 @@ class Plans:
             check_buffers(plan.graph, plan.splits, self._names, self._max_nbytes)
             return Candidate(plan, self._backends)
 
-        return await in_thread(make, "plan")
+        return await self._runner.lanes.in_thread(make, "plan")
 
     def _decided(self, graph: Graph) -> tuple[dict[int, int] | None, Sequence[int] | None, Mapping[int, int] | None]:
         """What a plan must heed: pins, the cut, and where the state is."""

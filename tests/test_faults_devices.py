@@ -272,7 +272,7 @@ async def test_a_warning_that_is_an_error_does_not_break_closing_off() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         for _ in range(2):  # for as long as it is so
-            with pytest.raises(ResourceWarning, match="lane 'later:0' is held up by the device"):
+            with pytest.raises(ResourceWarning, match="lane 'later:0' is held up by its device"):
                 await sched.aclose(timeout_s=0.0)
             assert evaluation.cancelled() and opened.closed and not state.is_allocated
             assert sched.statistics().plans == 0

@@ -505,3 +505,33 @@ def test_numbers_of_copies_that_make_no_sense(n_copies: Any, error: type[Excepti
 async def test_numbers_of_copies(n_copies: Any) -> None:
     async with ap.Pipeline(mlp, mlp_params(1), devices=["cpu:0"], n_copies=n_copies) as pipe:
         assert pipe.n_copies == 2
+
+
+async def test_closing_waits_for_the_thread_that_traces() -> None:
+    entered, gate, left = threading.Event(), threading.Event(), threading.Event()
+
+    def model(w: Any, x: Any) -> Any:
+        entered.set()
+        assert gate.wait(30)
+        left.set()
+        return x * w
+
+    for timeout_s in (0.0, 30.0):
+        entered.clear()
+        pipe = ap.Pipeline(model, np.float32(2), devices=["cpu:0"])
+        await pipe.__aenter__()
+        call = asyncio.ensure_future(pipe(np.ones(4, np.float32)))
+        await eventually(entered.is_set)
+        if not timeout_s:
+            with pytest.warns(ResourceWarning, match="the thread 'aiopipe-trace' is still at work"):
+                await pipe.aclose(timeout_s=timeout_s)
+        else:
+            closing = asyncio.ensure_future(pipe.aclose(timeout_s=timeout_s))
+            with pytest.raises(ap.BackendClosedError, match="closed while"):
+                await call
+            assert not closing.done()
+            gate.set()
+            await closing
+            assert left.is_set()
+        with pytest.raises(ap.BackendClosedError, match="closed while"):
+            await call

@@ -564,7 +564,7 @@ async def test_closing_with_a_time_limit_cancels_what_hangs() -> None:
     graph = ap.trace(gate.fn, weights, batch())
     run = await sched.graph_compute_async(graph, batch())
     await eventually(gate.entered.is_set)
-    with pytest.warns(ResourceWarning, match="is held up by the device"):
+    with pytest.warns(ResourceWarning, match="is held up by its device"):
         closing = asyncio.ensure_future(sched.aclose(timeout_s=0.01))
         await eventually(lambda: run.done())
         assert run.cancelled()
