@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import anyio
 
@@ -29,6 +29,12 @@ FEW = 50
 """A graph of no more nodes and weights is gone through on the event loop: it takes less than handing it to a thread."""
 
 
+class InThread(Protocol):
+    """`_threads.in_thread`, or what counts its calls."""
+
+    def __call__(self, call: Callable[[], T], name: str) -> Awaitable[T]: ...
+
+
 class Loader:
     """Compiles and uploads for one scheduler; what several plans share is there once.
 
@@ -36,12 +42,16 @@ class Loader:
 
     Args:
         on_progress: called on the loop with (compiled, to compile) of the plan being loaded.
+
+    Attributes:
+        in_thread: calls something in a thread; whoever closes the scheduler may want to wait for these.
     """
 
     def __init__(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         self._executables: weakref.WeakValueDictionary[tuple[Hashable, str], Executable] = weakref.WeakValueDictionary()
         self._uploads: weakref.WeakValueDictionary[Source, Upload] = weakref.WeakValueDictionary()
         self.slots = Slots()
+        self.in_thread: InThread = in_thread
         self._on_progress = on_progress
         self._limiter = anyio.CapacityLimiter(max(2, os.cpu_count() or 1))
         self.n_compiled = 0
@@ -55,7 +65,7 @@ class Loader:
             backends: in the plan's order.
         """
         plan = candidate.plan
-        known, missing = await _aside(plan, lambda: self._look_up(plan, backends), "lower")
+        known, missing = await self._aside(plan, lambda: self._look_up(plan, backends), "lower")
         if missing:
             known.update(await self._compile(missing))
 
@@ -73,7 +83,7 @@ class Loader:
             )
             return Prepared.of(replace(plan, sizes=sizes), candidate.origins, executables, backends)
 
-        return await _aside(plan, finish, "size")
+        return await self._aside(plan, finish, "size")
 
     async def load(
         self,
@@ -91,10 +101,10 @@ class Loader:
         plan = prepared.plan
         inline = n_copies <= prepared.in_caller
         lanes = [lane_for(backend, own, inline) for backend, own in zip(backends, prepared.own, strict=True)]
-        placing = await _aside(plan, lambda: Placing(plan, backends, self._uploads), "place")
+        placing = await self._aside(plan, lambda: Placing(plan, backends, self._uploads), "place")
         if placing.missing:
             try:
-                await in_thread(placing.upload, "upload")
+                await self.in_thread(placing.upload, "upload")
             finally:
                 placing.ended = True  # also where nobody waits for it any more
             self.copied_weights_nbytes += placing.copied_nbytes
@@ -106,7 +116,7 @@ class Loader:
             loaded.uploads = placing.uploads
             return loaded
 
-        return await _aside(plan, bind, "bind")
+        return await self._aside(plan, bind, "bind")
 
     async def compile(self, program: Program, backend: Backend) -> Executable:
         """The executable of one program: compiled in a thread, unless there is one already."""
@@ -118,9 +128,15 @@ class Loader:
             return executable
 
         async with self._limiter:
-            executable = await in_thread(make, "compile")
+            executable = await self.in_thread(make, "compile")
         self.n_compiled += 1
         return executable
+
+    async def _aside(self, plan: Plan, call: Callable[[], T], name: str) -> T:
+        """``call()``, in a thread where it goes through many weights, splits, or operations (a key is of these)."""
+        if len(plan.graph.nodes) + sum(map(len, plan.weights)) <= FEW:
+            return call()
+        return await self.in_thread(call, name)
 
     def _look_up(
         self, plan: Plan, backends: Sequence[Backend]
@@ -158,13 +174,6 @@ class Loader:
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
         return made
-
-
-async def _aside(plan: Plan, call: Callable[[], T], name: str) -> T:
-    """``call()``, in a thread where it goes through many weights, splits, or operations (of which keys are made)."""
-    if len(plan.graph.nodes) + sum(map(len, plan.weights)) <= FEW:
-        return call()
-    return await in_thread(call, name)
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from ._jax_settings import undisturbed
-from ._threads import in_thread
 from .backend import Backend
 from .errors import AllocationError, StateError
 from .graph import Graph, Tensor
@@ -158,7 +157,7 @@ class States:
         def upload() -> list[Any]:
             return [_upload(*each) for each in zip(source, tensors, backends, strict=True)]
 
-        arrays = await in_thread(upload, "upload")
+        arrays = await self._runner.lanes.in_thread(upload, "upload")
         if state._source is source and not state._gone:  # neither replaced nor ended meanwhile
             state.home_indices, state._homes, state._arrays = homes, backends, arrays
             self.adopt(state)

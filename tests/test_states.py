@@ -591,6 +591,8 @@ async def test_it_ends_with_its_scheduler_also_while_it_is_put_in_place(monkeypa
         monkeypatch.setattr(XlaBackend, "upload", held_up)
         running = asyncio.ensure_future(sched.graph_compute(graph, xs(1)[0], state=state))
         assert await asyncio.to_thread(began.wait, 30)
+        with pytest.warns(ResourceWarning, match="the thread 'aiopipe-upload' is still at work"):
+            await sched.aclose(timeout_s=0)
     go_on.set()  # what was uploaded arrives when all is closed
     with pytest.raises(ap.BackendClosedError):
         await running

@@ -90,7 +90,7 @@ class Scheduler:
         self._loader = Loader(on_progress)
         auto = isinstance(n_copies, str)
         self._runner = Runner(copies, Pieces(self._loader.compile), recorder)
-        self._in_thread = self._runner.lanes.in_thread
+        self._in_thread = self._loader.in_thread = self._runner.lanes.in_thread
         self._runner.deadline = seconds_of(deadline)
         self._plans = Plans(
             self.backends,
