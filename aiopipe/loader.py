@@ -172,7 +172,8 @@ class Loader:
                 for _ in range(min(len(missing), int(self._limiter.total_tokens))):
                     group.start_soon(compile_on)
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            error = _first(errors)
+            raise error from error.__cause__
         return made
 
 

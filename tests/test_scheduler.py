@@ -585,10 +585,12 @@ async def test_closing_while_a_plan_is_being_loaded(monkeypatch: pytest.MonkeyPa
     graph = ap.trace(mlp, mlp_params(1), batch())
     waiting = asyncio.ensure_future(sched.graph_compute(graph, batch()))
     await eventually(entered.is_set)
-    await sched.aclose()
+    closing = asyncio.ensure_future(sched.aclose())
     with pytest.raises(ap.BackendClosedError, match="closed while"):
         await waiting
+    assert not closing.done(), "a thread compiles"
     gate.set()
+    await closing
 
 
 async def test_a_pin_set_while_the_graph_is_being_loaded_holds(monkeypatch: pytest.MonkeyPatch) -> None:

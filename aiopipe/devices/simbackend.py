@@ -363,7 +363,7 @@ def _launcher(backend: SimBackend, program: Program, cost_s: float) -> Callable[
             clock.complete_at(end, partial(evaluate, program, args, results))
         else:
             for op in failing:
-                error = error or op.next_error()
+                error = op.next_error() if error is None else error
             results = [SimValue(unit, tensor, end, error, None) for tensor in outputs]
         for i in donate:
             args[i].unit = None

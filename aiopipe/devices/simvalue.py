@@ -216,15 +216,25 @@ def arrive(source: Any, value: SimValue) -> None:
         value.data, value.error = None, _lost(source)
 
 
+def _first_error(values: Sequence[SimValue]) -> BaseException | None:
+    """Of the values that have failed, or are lost; an error may be false."""
+    for value in values:
+        if value.error is not None:
+            return value.error
+        if value.data is PENDING:
+            return _lost(value)
+    return None
+
+
 def overlay(old: SimValue, new: SimValue, made: SimValue, join: Callable[[Any, Any], Any]) -> None:
     """Complete a write of a part: join the two, or pass on the first error."""
-    made.error = next((v.error or _lost(v) for v in (old, new) if v.error is not None or v.data is PENDING), None)
+    made.error = _first_error((old, new))
     made.data = None if made.error is not None else frozen(join(old.data, new.data))
 
 
 def evaluate(program: Program, args: Sequence[SimValue], results: Sequence[SimValue]) -> None:
     """Complete a launch: compute its nodes from the data of its arguments, or pass on the first error."""
-    error = next((arg.error or _lost(arg) for arg in args if arg.error is not None or arg.data is PENDING), None)
+    error = _first_error(args)
     env = {tensor.id: arg.data for tensor, arg in zip(program.inputs, args, strict=True)}
     if error is None:
         try:

@@ -274,7 +274,7 @@ class Scheduler:
             tensor: one of ``graph.outputs`` (or an input that was set).
 
         Raises:
-            TensorError: there is no value yet.
+            TensorError: there is no value yet, or the newest evaluation was cancelled.
             EvaluationError: the evaluation failed.
         """
         return await self._by_hand.get(tensor)
