@@ -57,6 +57,8 @@ class Pace:
     def rate(self, now: float, done: int) -> float | None:
         """So much is done in a second, in the last ten or since the step before; None before the first step."""
         known = self._known
+        if done < known[-1][1]:  # something else has begun, under the same name: the next shape is compiled
+            known = self._known = deque([(known[-1][0], 0)])
         while len(known) > 1 and known[1][0] <= now - PACE_S and known[1][1] != done:
             known.popleft()
         then, before = known[0]

@@ -93,6 +93,15 @@ def test_the_pace_is_that_of_the_last_seconds() -> None:
     assert replace(LOOK, rate=0.0).left_s is None and replace(LOOK, done=2000).left_s == 0
 
 
+def test_the_pace_of_what_begins_anew() -> None:
+    """One shape after the other is compiled: never a pace below nothing, nor a time left that is over."""
+    pace = Pace(0.0)
+    assert pace.rate(20.0, 2) == 0.1
+    assert pace.rate(25.0, 0) is None
+    assert pace.rate(30.0, 1) == 0.1
+    assert pace.rate(35.0, 2) == pytest.approx(2 / 15)
+
+
 def test_the_pace_of_steps_that_take_longer_than_that() -> None:
     pace = Pace(0.0)
     assert pace.rate(15.0, 0) is None
