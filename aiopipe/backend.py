@@ -175,6 +175,13 @@ class Backend(TensorIO):
         """Told by whoever launches here, on the launching thread: a result of the launch."""
         self.newest[threading.get_ident()] = value
 
+    def forget_ready(self) -> None:
+        """Let go of what this thread, and threads that have ended, launched last, where nobody has to wait for it."""
+        living = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        for thread, value in tuple(self.newest.items()):
+            if thread not in living and self.all_ready((value,)):
+                del self.newest[thread]
+
     def supports_op(self, node: Node) -> bool:
         """Whether it can run the node: `Device.supports_op` of its device."""
         return self.device.supports_op(node)

@@ -38,6 +38,7 @@ class Closing:
         let_go: Callable[[], None],
     ) -> None:
         self._runner = runner
+        self._backends = backends
         self._names = ", ".join(backend.name for backend in backends)
         self._plans = plans
         self._opened = list(opened)
@@ -92,6 +93,8 @@ class Closing:
             steps.callback(self._let_go)
             steps.callback(self._runner.hang_up)
             steps.push_async_callback(self._close_backends, timeout_s)
+            for backend in self._backends:  # those that stay open shall not keep results of this one's
+                steps.callback(backend.forget_ready)
             steps.push_async_callback(self._close_lanes, timeout_s, held_up)
             steps.push_async_callback(self._runner.end_observing, timeout_s)
             steps.callback(self._runner.cancel_all)

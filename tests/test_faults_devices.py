@@ -236,10 +236,11 @@ async def test_backends_that_raise_or_hang_when_they_are_closed(monkeypatch: pyt
         await sched.graph_compute(graph, array(1))
 
 
-def stalling(gate: threading.Event) -> tuple[Later, Graph]:
-    """A device that computes in a thread, and a graph whose computation waits for the gate."""
+def stalling(entered: threading.Event, gate: threading.Event) -> tuple[Later, Graph]:
+    """A device that computes in a thread, and a graph whose computation waits for the gate when it has been entered."""
 
     def wait(x: Any) -> Any:
+        entered.set()
         assert gate.wait(30)
         return x
 
@@ -260,8 +261,8 @@ async def test_a_time_limit_that_makes_no_sense_closes_nothing(kind: type, timeo
 
 
 async def test_a_warning_that_is_an_error_does_not_break_closing_off() -> None:
-    gate = threading.Event()
-    backend, graph = stalling(gate)
+    entered, gate = threading.Event(), threading.Event()
+    backend, graph = stalling(entered, gate)
     sched = ap.Scheduler([backend, "cpu:0"])
     opened, state = sched.backends[1], ap.State({"s": np.zeros(4, np.float32)})
     stateful = ap.trace(lambda _, s, x: (x, {"s": s["s"] + x}), None, np.ones(4, np.float32), state=state)
@@ -269,6 +270,7 @@ async def test_a_warning_that_is_an_error_does_not_break_closing_off() -> None:
     sched.set_cut(stateful, [1] * len(stateful.nodes))
     await sched.graph_compute(stateful, np.ones(4, np.float32), state=state)
     evaluation = await sched.graph_compute_async(graph, array(1))
+    assert await asyncio.to_thread(entered.wait, 30)  # what has not been begun is dropped
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         for _ in range(2):  # for as long as it is so

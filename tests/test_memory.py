@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -374,3 +375,20 @@ def test_slots_are_trimmed_while_a_thread_takes_some() -> None:
         sys.settrace(before)
     assert next(taken) > 20, "some were taken meanwhile"
     assert sorted(owner.buffers) == [0, 1] and {0, 1} <= set(slots._owner)
+
+
+@pytest.mark.parametrize("lane", [False, True])
+async def test_a_backend_keeps_no_result_of_a_scheduler_that_is_closed(lane: bool) -> None:
+    def model(w: Any, x: Any) -> Any:
+        if lane:  # host callbacks are launched by a thread
+            x = jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return x * w
+
+    x = np.ones(1 << 16, np.float32)
+    async with ap.open_backend("cpu:0") as backend:
+        async with ap.Scheduler([backend]) as sched:
+            result = await sched.graph_compute(ap.trace(model, np.float32(2), x), x)
+            kept = weakref.ref(result)
+        del result
+        gc.collect()
+        assert kept() is None
