@@ -149,26 +149,26 @@ def grown(few: dict[str, int], many: dict[str, int], by: int) -> dict[str, tuple
 
 @pytest.mark.parametrize("timeline", [False, True])
 async def test_no_turn_grows_with_the_graph(timeline: bool) -> None:
-    few, many = [await turns_of_a_scheduler(n, timeline=timeline) for n in (50, 250)]
+    few, many = [await turns_of_a_scheduler(n, timeline=timeline) for n in (50, 150)]
     assert grown(few, many, by=60) == {}
 
 
 async def test_segments_are_counted_where_each_split_is_one() -> None:
     """Each backend has a lane of its own: who launches what when is decided anew for each evaluation."""
-    few, many = [await turns_of_a_scheduler(n, dispatch="own") for n in (50, 250)]
+    few, many = [await turns_of_a_scheduler(n, dispatch="own") for n in (50, 150)]
     per_evaluation = {"load and submit", "again"}
     assert grown(few, {k: v for k, v in many.items() if k not in per_evaluation}, by=60) == {}
-    assert grown(few, many, by=5 * 200) == {}
+    assert grown(few, many, by=5 * 100) == {}
 
 
 @pytest.mark.parametrize("split", ["auto", {"*": ["cpu:0", "cpu:1"]}])
 async def test_no_turn_of_a_pipeline_grows_with_the_graph(split: Any) -> None:
-    few, many = [await turns_of_a_pipeline(n, split) for n in (50, 250)]
+    few, many = [await turns_of_a_pipeline(n, split) for n in (50, 150)]
     assert grown(few, many, by=60) == {}
 
 
 @pytest.mark.parametrize("in_buffers", [False, True])
 async def test_turns_grow_by_a_dozen_calls_for_each_weight(in_buffers: bool) -> None:
     """Whose bytes are added up where it is checked whether a plan fits: a thousand take a millisecond."""
-    few, many = [await turns_of_weights(n, in_buffers=in_buffers) for n in (50, 250)]
-    assert grown(few, many, by=12 * 200 + 60) == {}
+    few, many = [await turns_of_weights(n, in_buffers=in_buffers) for n in (50, 150)]
+    assert grown(few, many, by=12 * 100 + 60) == {}
