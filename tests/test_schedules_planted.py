@@ -64,7 +64,7 @@ def a_submitter_goes_on_before_its_inputs_are_copied(patch: Patch, world: World)
     def admit(self: runner.Runner, instruction: Any) -> Stimulus:
         run = self._runs[instruction.evaluation]
         run.evaluation.copy_id = instruction.copy_id
-        self.lanes.capture.post(lambda: self._capture(run))
+        self.lanes.capture.post(run.capture)
         return self._captured(run, None)
 
     patch.setitem(runner.Runner._carry_out, Admit, admit)
