@@ -154,6 +154,23 @@ def test_copies_that_were_begun_for_a_split_that_was_not_launched_are_known() ->
     assert env.strays == [(stray[0], ("moved", "x0")), (stray[1], ("moved", "x1"))]
 
 
+def test_a_copy_that_a_backend_cannot_say_anything_of_hides_no_other() -> None:
+    env, backend = Environment(5, 2), Broken(call=RuntimeError("boom"))
+
+    def holds(value: Any) -> bool:
+        if value == ("moved", "x"):
+            raise ValueError("deleted")
+        return True
+
+    backend.holds = holds  # type: ignore[method-assign]
+    env.slots[:2] = "x", "y"
+    feed = FEED._replace(moves=((0, 2), (1, 3)), gather=((0, 3),), frees=(0,), outputs=(4,), marker=0)
+    with pytest.raises(LaunchError, match="0") as caught:
+        launch_splits([bound(0, backend, feed)], env)
+    assert str(caught.value.__cause__) == "boom"
+    assert env.strays == [(backend, ("moved", "y"))]
+
+
 @pytest.mark.parametrize("n_moved", [1, 3])
 def test_a_backend_that_moves_fewer_or_more_than_asked_is_at_fault(n_moved: int) -> None:
     """Nothing runs with operands that were not brought."""
