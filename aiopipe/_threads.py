@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 from ._fork import in_child
 from ._loops import running_loop
+from .errors import said_by
 
 __all__ = [
     "Event",
@@ -110,7 +111,8 @@ def _for_the_caller(error: BaseException, name: str) -> Exception:
     if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which no future takes
         return error
     said = f"{name} raised {type(error).__name__}"
-    failure = RuntimeError(f"{said}: {error}" if str(error) else said)
+    text = said_by(error)
+    failure = RuntimeError(f"{said}: {text}" if text else said)
     failure.__cause__ = error
     return failure
 

@@ -8,7 +8,15 @@ from typing import Any, TypedDict
 
 from .backend import Backend
 from .devices.base import NodeFailure
-from .errors import BackendLostError, DeadlineExceeded, EvaluationError, OutOfMemoryError, said_by, says_no_room
+from .errors import (
+    BackendLostError,
+    DeadlineExceeded,
+    EvaluationError,
+    OutOfMemoryError,
+    first_error,
+    said_by,
+    says_no_room,
+)
 from .sched.launch import BoundSplit, Environment, LaunchError
 from .sched.plan import Plan
 
@@ -48,7 +56,7 @@ def when_ready(groups: Sequence[Group], post: Post, then: Callable[[BaseExceptio
     def one_is_ready(error: BaseException | None) -> None:  # on the loop, so never two at once
         nonlocal left, first
         left -= 1
-        first = error if first is None else first  # an error may be false
+        first = first_error(first, error)
         if not left:
             then(first)
 

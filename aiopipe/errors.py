@@ -163,6 +163,11 @@ class ForkedError(AiopipeError, RuntimeError):
     """Something that was opened before this process was forked was used in the child."""
 
 
+def first_error(*errors: BaseException | None) -> BaseException | None:
+    """The first that is an error. Not asked for its truth, for somebody's exception may be false, or have no length."""
+    return next((error for error in errors if error is not None), None)
+
+
 def said_by(error: BaseException) -> str:
     """What an error says; of one that cannot even be made a text of, its type."""
     try:

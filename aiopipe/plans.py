@@ -162,7 +162,7 @@ class Plans:
             self._runner.enter()
             prepared = await self._prepare(graph)
             known = prepared.plan
-            self._adopt(prepared)
+            self._adopt(self._beside(prepared))
         return known
 
     async def load(self, graph: Graph) -> Loaded:
@@ -204,9 +204,9 @@ class Plans:
             decided = self._decided(graph)
             prepared = self._reserved.get(graph) or await self._prepare(graph)
             async with self._one_at_a_time:  # what is checked must hold until it is in place
-                self._check(prepared)
-                self._adopt(prepared)
-                if not self._must_wait(prepared):
+                sizes = self._check(prepared)
+                self._adopt(sizes)
+                if not self._must_wait(sizes):
                     self._loader.slots.trim(self._n_slots)
                     loaded = await self._loader.load(
                         prepared, self._backends, n_copies=self._runner.state.n_copies, lane_for=self._lane_for
@@ -253,28 +253,31 @@ class Plans:
         """What a plan must heed: pins, the cut, and where the state is."""
         return self.pins.get(graph), self.cuts.get(graph), self._state_homes.get(graph)
 
-    def _check(self, candidate: Candidate | Prepared, n_copies: int | None = None) -> None:
-        """Raise `AllocationError` where a plan does not fit, with so many copies, beside those that can run."""
-        sizes = beside(candidate, self._loaded.values(), self.state_nbytes())
+    def _beside(self, candidate: Candidate | Prepared) -> list[BackendSize]:
+        """Sizes of a plan together with those that can run."""
+        return beside(candidate, self._loaded.values(), self.state_nbytes())
+
+    def _check(self, candidate: Candidate | Prepared, n_copies: int | None = None) -> list[BackendSize]:
+        """Sizes of a plan together with those that can run; `AllocationError` where so many copies do not fit."""
+        sizes = self._beside(candidate)
         n_copies = n_copies or self._runner.state.n_copies
         if self._auto:
             n_copies = largest_n_copies(sizes, self._limits, n_copies) or n_copies
         check_memory(sizes, self._names, self._limits, n_copies)
+        return sizes
 
-    def _adopt(self, prepared: Prepared) -> None:
+    def _adopt(self, sizes: Sequence[BackendSize]) -> None:
         """With ``n_copies="auto"``, have no more slots than fit."""
         if self._auto:
-            sizes = beside(prepared, self._loaded.values(), self.state_nbytes())
             state = self._runner.state
             state.shrink(max(1, largest_n_copies(sizes, self._limits, state.n_copies)))
 
-    def _must_wait(self, prepared: Prepared) -> bool:
-        """Whether a plan needs memory of slots that went away, and that evaluations still hold."""
+    def _must_wait(self, sizes: Sequence[BackendSize]) -> bool:
+        """Whether a plan of these sizes needs memory of slots that went away, and that evaluations still hold."""
         state = self._runner.state
         if state.in_flight <= state.n_copies:
             self._n_slots = state.n_copies
             return False
-        sizes = beside(prepared, self._loaded.values(), self.state_nbytes())
         return largest_n_copies(sizes, self._limits, self._n_slots) < self._n_slots
 
     def _lane_for(self, backend: Backend, own: bool, inline: bool) -> Lane:

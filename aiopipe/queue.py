@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ._loops import check_own, running_loop
-from .errors import BackendClosedError, PlacementError, WrongLoopError
+from .errors import BackendClosedError, PlacementError, WrongLoopError, first_error
 from .events import Event
 from .lanes import InlineLane, Lane
 
-__all__ = ["Queue", "first_error"]
+__all__ = ["Queue"]
 
 Job = Callable[[], Sequence[Any] | None]
 
@@ -281,11 +281,6 @@ class Queue:
 
     def _pass(self, event: Event) -> None:
         self._blocked_by = first_error(self._blocked_by, event.exception())
-
-
-def first_error(*errors: BaseException | None) -> BaseException | None:
-    """The first that is an error. Not asked for its truth, for somebody's exception may be false, or have no length."""
-    return next((error for error in errors if error is not None), None)
 
 
 def _nothing() -> None:

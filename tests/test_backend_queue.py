@@ -13,6 +13,7 @@ import pytest
 import aiopipe as ap
 from aiopipe.devices.sim import Cluster, HostOp, fail, sleep
 from aiopipe.graph_builder import GraphBuilder
+from odd_errors import Empty, Falsy, raising
 from simgraphs import SPEC, array, chain, unsplit
 
 
@@ -20,6 +21,10 @@ def new_event(backend: ap.Backend, name: str = "event") -> ap.Event:
     event = backend.event_new(name)
     assert event is not None
     return event
+
+
+def nothing(*_: Any) -> None:
+    return None
 
 
 def slow(seconds: float, fn: Any = lambda x: x * 3) -> HostOp:
@@ -341,12 +346,7 @@ async def test_whatever_is_raised_fails_the_job_and_nobody_is_cancelled(
 ) -> None:
     """In a task that nobody has cancelled, `CancelledError` would end whatever runs there without a word."""
 
-    def broken(*_: Any) -> Any:
-        raise error("by the user")
-
-    def nothing(*_: Any) -> None:
-        return None
-
+    broken = raising(error("by the user"))
     async with ap.open_backend(spec) as backend:
         if where == "device":
             monkeypatch.setattr(backend, "notify", broken)
@@ -361,32 +361,13 @@ async def test_whatever_is_raised_fails_the_job_and_nobody_is_cancelled(
         assert backend.queue.pending == 0
 
 
-class False_(Exception):
-    """An error of somebody's library, which is false: ``if error`` does not see it."""
-
-    def __bool__(self) -> bool:
-        return False
-
-
-class Empty(Exception):
-    """An error that is a collection, and empty."""
-
-    def __len__(self) -> int:
-        return 0
-
-
 @pytest.mark.parametrize("spec", ["cpu:0", "sim:0"])
 @pytest.mark.parametrize("where", ["job", "then", "device", "event"])
-@pytest.mark.parametrize("error", [False_, Empty])
+@pytest.mark.parametrize("error", [Falsy, Empty])
 async def test_an_error_that_is_false_is_an_error(
     error: type[Exception], where: str, spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any) -> Any:
-        raise error("by the user")
-
-    def nothing(*_: Any) -> None:
-        return None
-
+    broken = raising(error("by the user"))
     async with ap.open_backend(spec) as backend:
         recorded, waited = ap.Event("recorded"), ap.Event("waited")
         waited.set(error("by the user"))

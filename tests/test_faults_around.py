@@ -19,24 +19,8 @@ import pytest
 import aiopipe as ap
 from aiopipe.graph_builder import GraphBuilder
 from hanging import Later
+from odd_errors import Falsy, Speechless, raising
 from simgraphs import SPEC, array, assert_equal, chain, settled, step, unsplit
-
-
-class Falsy(Exception):
-    def __bool__(self) -> bool:
-        return False
-
-
-class Speechless(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    def broken(*_: Any) -> Any:
-        raise error
-
-    return broken
 
 
 @asynccontextmanager

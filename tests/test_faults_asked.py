@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
 import aiopipe as ap
 from hanging import Later
+from odd_errors import raising
 from simgraphs import array, assert_equal, chain, settled, unsplit
 
 CANNOT_SAY = (ValueError, asyncio.CancelledError, GeneratorExit)
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    def broken(*_: Any) -> Any:
-        raise error
-
-    return broken
 
 
 @asynccontextmanager

@@ -29,6 +29,7 @@ from aiopipe.sched.plan import make_plan
 from graphs import gpus
 from models import assert_close, batch, mlp, mlp_params, oracle
 from nearby import Nearby, Opened
+from odd_errors import Falsy
 
 
 @pytest.fixture(autouse=True)
@@ -373,12 +374,8 @@ async def test_if_not_even_the_number_can_leave_the_actor_is_lost(remote: Opened
 
 
 async def test_an_error_that_is_false_is_the_first_all_the_same(remote: Opened) -> None:
-    class False_(Exception):
-        def __bool__(self) -> bool:
-            return False
-
     arrays = [RemoteArray(remote.backend.link, (), np.dtype(np.float32), Reply()) for _ in range(2)]
-    errors = [False_("first"), ValueError("second")]
+    errors = [Falsy("first"), ValueError("second")]
     for array, error in zip(arrays, errors, strict=True):
         array.reply.settle(None, error)
     assert remote.backend.error_of(arrays) is errors[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import jax
@@ -276,15 +278,22 @@ async def test_snapshot_restore_fork_and_reset() -> None:
             await other.restore(taken)
 
 
+@asynccontextmanager
+async def taking_a_first_snapshot(x: Any) -> AsyncIterator[tuple[ap.Scheduler, ap.Graph, ap.State, Any]]:
+    """A state after one evaluation, of which a snapshot has been begun, whose plan is being made."""
+    async with ap.Scheduler(devices(2)) as sched:
+        graph, state = await spread(sched), ap.State(empty())
+        await sched.graph_compute(graph, x, state=state)
+        taking = asyncio.ensure_future(state.snapshot())
+        await asyncio.sleep(0)
+        yield sched, graph, state, taking
+
+
 @pytest.mark.parametrize("then", ["evaluations", "reset", "fork", "free"])
 async def test_the_first_snapshot_is_in_order_too(then: str) -> None:
     """It needs a plan, which is made in threads. What is asked for meanwhile comes behind it."""
     values = xs(3)
-    async with ap.Scheduler(devices(2)) as sched:
-        graph, state = await spread(sched), ap.State(empty())
-        await sched.graph_compute(graph, values[0], state=state)
-        taking = asyncio.ensure_future(state.snapshot())
-        await asyncio.sleep(0)
+    async with taking_a_first_snapshot(values[0]) as (sched, graph, state, taking):
         if then == "evaluations":
             second, third = [sched.graph_compute(graph, x, state=state) for x in values[1:]]
             assert_close(list(map(np.asarray, await asyncio.gather(second, third))), one_by_one(values)[0][1:])
@@ -305,11 +314,7 @@ async def test_the_first_snapshot_is_in_order_too(then: str) -> None:
 
 async def test_a_first_snapshot_that_is_cancelled_or_fails_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     values = xs(3)
-    async with ap.Scheduler(devices(2)) as sched:
-        graph, state = await spread(sched), ap.State(empty())
-        await sched.graph_compute(graph, values[0], state=state)
-        taking = asyncio.ensure_future(state.snapshot())
-        await asyncio.sleep(0)
+    async with taking_a_first_snapshot(values[0]) as (sched, graph, state, taking):
         second = asyncio.ensure_future(sched.graph_compute(graph, values[1], state=state))
         await asyncio.sleep(0)
         taking.cancel()

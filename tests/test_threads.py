@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from aiopipe._threads import in_thread
+from odd_errors import raising
 
 
 async def test_a_thread_that_raises_stop_iteration_fails_its_caller() -> None:
@@ -63,3 +64,14 @@ def test_a_call_that_outlives_its_loop_ends_quietly() -> None:
     go.set()
     thread.join(60)
     assert not thread.is_alive()
+
+
+async def test_what_has_no_text_reaches_the_caller_too() -> None:
+    class Speechless(BaseException):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    with pytest.raises(RuntimeError, match=r"count raised Speechless: .*text cannot be had") as caught:
+        async with asyncio.timeout(30):
+            await in_thread(raising(Speechless()), "count")
+    assert type(caught.value.__cause__) is Speechless

@@ -11,7 +11,7 @@ import numpy as np
 from .. import _jax, _jax_compile, _jax_export, _jax_types
 from .._threads import in_thread
 from ..backend import Backend, Dispatch, Executable
-from ..errors import BackendClosedError
+from ..errors import BackendClosedError, first_error
 from ..graph import Node, Tensor
 from ..lanes import Lane, ThreadLane
 from ..tensor_range import Range
@@ -209,7 +209,7 @@ class RemoteBackend(Backend):
                 else:
                     _jax_export.wait_for(value)
             except Exception as error:  # whatever the device raised goes to the caller of that evaluation
-                first = error if first is None else first  # an exception may be false
+                first = first_error(first, error)
         return first
 
     def make_lane(self, *, own: bool) -> Lane:

@@ -18,7 +18,7 @@ from .._fork import ADVICE, in_child
 from .._threads import in_thread
 from ..backend import Backend, Dispatch, Executable, Lane, ThreadLane
 from ..devices.base import BufferType, Device, DeviceProps, DeviceType, Program
-from ..errors import BackendClosedError, ForkedError, PlacementError
+from ..errors import BackendClosedError, ForkedError, PlacementError, first_error
 from ..graph import Node, Tensor
 from ..handle import Handle
 from ..tensor_range import Range
@@ -357,5 +357,5 @@ def _wait(values: Sequence[Any]) -> BaseException | None:
         try:
             value.block_until_ready()
         except Exception as error:  # whatever the device raised goes to the caller of that evaluation
-            first = error if first is None else first  # an error may be false
+            first = first_error(first, error)
     return first
