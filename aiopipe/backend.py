@@ -11,6 +11,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -177,7 +178,7 @@ class Backend(TensorIO):
 
     def forget_ready(self) -> None:
         """Let go of what this thread, and threads that have ended, launched last, where nobody has to wait for it."""
-        living = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        living = set(map(attrgetter("ident"), threading.enumerate())) - {threading.get_ident()}
         for thread, value in tuple(self.newest.items()):
             if thread not in living and self.all_ready((value,)):
                 del self.newest[thread]
