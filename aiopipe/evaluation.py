@@ -86,7 +86,7 @@ class Evaluation:
         self._split_events = split_events
         self._n_splits = n_splits
         self._event: Event | None = None
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
         self._done = False
         self._result: Any = None
         self._error: BaseException | None = None
@@ -186,11 +186,11 @@ class Evaluation:
                 why = f"evaluation {self.id} belongs to another event loop: await it where it was submitted"
                 raise WrongLoopError(why + hint())
             waiter: asyncio.Future[None] = self._loop.create_future()
-            self._waiters.add(waiter)
+            self._waiters[waiter] = None
             try:
                 yield from waiter
             except asyncio.CancelledError:
-                self._waiters.discard(waiter)
+                self._waiters.pop(waiter, None)
                 if not self._waiters:
                     self.cancel()
                 raise
@@ -217,7 +217,7 @@ class Evaluation:
             if not waiters:
                 self._unheard = _Unheard(f"evaluation {self.id} of {self.graph_name!r}", error, self._loop)
         if waiters:
-            self._waiters = set()
+            self._waiters = {}
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)

@@ -313,6 +313,20 @@ async def test_awaiting_twice_and_from_two_tasks() -> None:
         assert evaluation.done() and evaluation.exception() is None
 
 
+async def test_those_who_await_one_evaluation_go_on_in_the_order_in_which_they_came() -> None:
+    went_on = []
+
+    async def waits(k: int, run: ap.Evaluation) -> None:
+        await run
+        went_on.append(k)
+
+    async with ap.Scheduler(sim.Cluster(1).backends) as sched:
+        graph = ap.trace(mlp, mlp_params(1), batch())
+        run = await sched.graph_compute_async(graph, batch())
+        await asyncio.gather(*(waits(k, run) for k in range(50)))
+    assert went_on == list(range(50))
+
+
 async def test_events_of_the_whole_and_of_each_split() -> None:
     async with ap.Scheduler(["cpu:0", "cpu:1"]) as sched:
         graph = await placed(sched, mlp_params(2, 256), batch(64, 256))
