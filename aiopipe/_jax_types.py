@@ -65,6 +65,19 @@ def _is_of_fields(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and issubclass(dtype.type, np.void) and dtype != jax.dtypes.float0
 
 
+@functools.lru_cache(maxsize=256)
+def _is_unknown(dtype: np.dtype[Any]) -> bool:
+    """Whether JAX computes with nothing of this type of NumPy's, be it narrowed: ``longdouble``, for one."""
+    if dtype == jax.dtypes.float0:
+        return False
+    try:
+        native = dtype.newbyteorder("=")  # JAX has no others, and they are turned round
+        jax.dtypes.result_type(jax.dtypes.canonicalize_dtype(native))  # it warns of what is not canonical
+    except (TypeError, ValueError):
+        return True
+    return False
+
+
 def dtype_of(name: str) -> Any:
     """The element type that `dtype_name` named.
 
@@ -162,12 +175,13 @@ def spec_of(value: Any, name: str = "value") -> jax.ShapeDtypeStruct:
     if is_ref(value):
         raise TraceError(f"{name!r} is a mutable reference, expected an array: give its value, ref[...]")
     has_type = isinstance(value, (jax.Array, np.ndarray, np.generic, Handle))
-    if has_type and _is_of_fields(value.dtype):
-        raise TensorError(
-            f"{name!r} is an array of {value.dtype}, expected one of an element type that JAX computes with: give "
-            "each of its fields as an array of its own"
-        )
     if has_type and getattr(value.dtype, "kind", "V") not in "OSUMm":
+        if isinstance(value.dtype, np.dtype) and _is_unknown(value.dtype):
+            todo = "each of its fields as an array of its own" if _is_of_fields(value.dtype) else "value.astype(...)"
+            raise TensorError(
+                f"{name!r} is an array of {value.dtype}, expected one of an element type that JAX computes with: give "
+                + todo
+            )
         if isinstance(value, (jax.Array, Handle)):
             _check_wide(dtype_name(value.dtype), name)
         weak = bool(getattr(value, "weak_type", False))

@@ -13,12 +13,13 @@ import jax
 import numpy as np
 
 from . import _jax, _jax_types
+from ._arguments import input_names, parameter_names
 from ._jax_settings import Settings
 from ._loops import check_own, running_loop
 from ._threads import closing_s
 from .backend import Backend
 from .closing import check_limit
-from .errors import AiopipeError, BackendClosedError, PlacementError, TraceError
+from .errors import AiopipeError, BackendClosedError, PlacementError, TensorError, TraceError
 from .evaluation import Evaluation
 from .fetch import fetch
 from .graph import Graph
@@ -149,7 +150,7 @@ class Pipeline:
 
     async def submit(self, *inputs: Any, state: State | None = None) -> Evaluation:
         """Start an evaluation; wait only for a free slot. Inputs may be changed afterwards."""
-        key, leaves = _key(inputs, state)
+        key, leaves = _key(self._model, inputs, state)
         graph = self._graphs.get(key)
         if graph is None:
             graph = await self._graph_for(inputs, state, key)
@@ -173,7 +174,7 @@ class Pipeline:
 
     async def plan(self, *inputs: Any, state: State | None = None) -> Plan:
         """The plan for inputs of these shapes (arrays or `jax.ShapeDtypeStruct`), compiled and loaded."""
-        key, _ = _key(inputs, state)
+        key, _ = _key(self._model, inputs, state)
         return await self.scheduler.plan(self._graphs.get(key) or await self._graph_for(inputs, state, key))
 
     def statistics(self) -> Statistics:
@@ -348,11 +349,22 @@ async def _fetched(results: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, No
 _ONE_ARRAY = jax.tree.structure((0,))
 
 
-def _key(inputs: tuple[Any, ...], state: State | None) -> tuple[Hashable, list[Any]]:
-    """What tells graphs apart (JAX's settings, too: they change what is traced), and the leaves of the inputs."""
+def _key(model: Callable[..., Any], inputs: tuple[Any, ...], state: State | None) -> tuple[Hashable, list[Any]]:
+    """What tells graphs apart (JAX's settings, too: they change what is traced), and the leaves of the inputs.
+
+    Raises:
+        TensorError, TraceError: an input is nothing that the model can be traced for.
+    """
     if len(inputs) == 1 and type(inputs[0]) is np.ndarray:
         leaves, treedef = [inputs[0]], _ONE_ARRAY  # what most callers give, at a tenth of the cost
     else:
         leaves, treedef = jax.tree.flatten(inputs)
     of_state = () if state is None else (state.structure,)
-    return (_jax.settings_key(), treedef, *map(_jax_types.type_key, leaves), *of_state), leaves
+    try:
+        types = [*map(_jax_types.type_key, leaves)]
+    except (TensorError, TraceError):
+        names = input_names(parameter_names(model, len(inputs), before=1 if state is None else 2), inputs)
+        for name, leaf in zip(names, leaves, strict=True):
+            _jax_types.spec_of(leaf, name)  # raises the same again, and names it
+        raise
+    return (_jax.settings_key(), treedef, *types, *of_state), leaves

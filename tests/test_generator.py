@@ -25,6 +25,8 @@ import aiopipe as ap
 from aiopipe.devices.sim import Cluster
 from llamas import TINY, reference, smollm2
 
+pytestmark = pytest.mark.timeout(180)  # programs of many sizes are compiled, beside whatever else the machine does
+
 
 def devices(n: int) -> list[str]:
     return [f"cpu:{i}" for i in range(n)]

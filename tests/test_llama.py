@@ -23,6 +23,8 @@ from llamas import (
     write,
 )
 
+pytestmark = pytest.mark.timeout(180)  # a model is compiled, beside whatever else the machine does
+
 DRAWS = Sampling(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=7)
 
 

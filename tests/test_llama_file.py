@@ -23,6 +23,8 @@ from llama.quantized import Quantized, rows_of
 
 import llamas
 
+pytestmark = pytest.mark.timeout(180)  # a model is compiled, beside whatever else the machine does
+
 TINY = llamas.TINY.read_bytes()
 DATA_START = read_file(llamas.TINY).tensors["token_embd.weight"].offset
 KINDS = gguf.GGMLQuantizationType

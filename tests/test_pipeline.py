@@ -375,6 +375,35 @@ async def test_a_deleted_input() -> None:
         assert_close(await pipe(batch()), oracle(mlp, mlp_params(3), batch()))
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (np.zeros(4, [("a", "f4")]), r"'x/mask' is an array of \[\('a', '<f4'\)\], expected"),
+        (np.ones(4, np.longdouble), rf"'x/mask' is an array of {np.dtype(np.longdouble)}, expected"),
+        ("text", "'x/mask' is a str, expected an array"),
+    ],
+)
+async def test_an_input_that_is_none_is_named(bad: Any, message: str) -> None:
+    """As the model calls it, with and without a state."""
+
+    def model(weights: Any, x: Any) -> Any:
+        return x["ids"] @ weights["w"]
+
+    def recurrent(weights: Any, state: Any, x: Any) -> Any:
+        return x["ids"] @ weights["w"] + state, state + 1
+
+    weights = {"w": np.ones((4, 4), np.float32)}
+    inputs = {"ids": np.ones((2, 4), np.float32), "mask": bad}
+    async with ap.Pipeline(model, weights, devices=DEVICES) as pipe:
+        with pytest.raises(ap.TensorError, match=message):
+            await pipe(inputs)
+        with pytest.raises(ap.TensorError, match=message):
+            await pipe.plan(inputs)
+    async with ap.Pipeline(recurrent, weights, devices=DEVICES) as pipe:
+        with pytest.raises(ap.TensorError, match=message):
+            await pipe(inputs, state=ap.State(np.zeros((2, 4), np.float32)))
+
+
 async def test_only_inside_its_context() -> None:
     pipe = ap.Pipeline(mlp, mlp_params(3), devices=DEVICES)
     with pytest.raises(ap.BackendClosedError, match="async with"):

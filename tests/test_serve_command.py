@@ -22,6 +22,8 @@ from llama.tokenizer import Tokenizer
 from llamas import TINY, reference
 from serving import CHAT
 
+pytestmark = pytest.mark.timeout(150)  # a process of its own compiles the model first
+
 EXAMPLES = Path(command.__file__).parent
 
 
@@ -49,7 +51,6 @@ def running(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
                 process.kill()
 
 
-@pytest.mark.timeout(150)
 async def test_smollm2_over_http_and_sigterm() -> None:
     want = reference("smollm2_llamacpp")
     prompt = want["ids"].tolist()

@@ -282,6 +282,20 @@ def test_an_array_of_several_fields(leaf: Any) -> None:
         trace(lambda w, x: x, (), X).flatten_inputs((leaf,))
 
 
+@pytest.mark.parametrize("leaf", [np.ones(8, np.longdouble), np.clongdouble(1), np.ones((2, 4), np.longdouble)])
+def test_an_array_of_a_type_that_jax_lacks(leaf: Any) -> None:
+    """It is refused by its name and its type, wherever it is given, and not only when it is used."""
+    what = rf"'bad' is an array of {leaf.dtype}, expected one of an element type that JAX .*value\.astype"
+    with pytest.raises(TensorError, match=what):
+        trace(lambda w, x: x, {"bad": leaf}, X)
+    with pytest.raises(TensorError, match=what):
+        trace(lambda w, bad: bad, (), leaf)
+    with pytest.raises(TensorError, match=what):
+        State({"bad": leaf})
+    with pytest.raises(TensorError, match=rf"input 'x' got {leaf.dtype}\["):
+        trace(lambda w, x: x, (), X).flatten_inputs((leaf,))
+
+
 def test_tracing_inside_jit_is_refused() -> None:
     with pytest.raises(TraceError, match="tracer"):
         jax.jit(lambda x: trace(lambda w, y: y, (), x))(X)
