@@ -268,33 +268,29 @@ def test_a_leaf_that_is_no_array(leaf: Any) -> None:
         trace(lambda w, x: x, {"bad": leaf}, X)
 
 
-@pytest.mark.parametrize("leaf", [np.zeros(4, [("a", "f4")]), np.rec.array([(1, 2.0)]), np.void(b"abc")])
-def test_an_array_of_several_fields(leaf: Any) -> None:
-    """It is refused by its name and its type, wherever it is given."""
-    what = rf"'bad' is an array of {re.escape(str(leaf.dtype))}, expected one of an element type .* its fields"
+def check_refused(leaf: Any, why: str) -> None:
+    """By its name and its type, wherever it is given, and not only when it is used."""
+    dtype = re.escape(str(leaf.dtype))
+    what = f"'bad' is an array of {dtype}, {why}"
     with pytest.raises(TensorError, match=what):
         trace(lambda w, x: x, {"bad": leaf}, X)
     with pytest.raises(TensorError, match=what):
         trace(lambda w, bad: bad, (), leaf)
     with pytest.raises(TensorError, match=what):
         State({"bad": leaf})
-    with pytest.raises(TensorError, match=rf"input 'x' got {re.escape(str(leaf.dtype))}\["):
+    with pytest.raises(TensorError, match=rf"input 'x' got {dtype}\["):
         trace(lambda w, x: x, (), X).flatten_inputs((leaf,))
+
+
+@pytest.mark.parametrize("leaf", [np.zeros(4, [("a", "f4")]), np.rec.array([(1, 2.0)]), np.void(b"abc")])
+def test_an_array_of_several_fields(leaf: Any) -> None:
+    check_refused(leaf, "expected one of an element type .* its fields")
 
 
 @pytest.mark.skipif(np.dtype(np.longdouble).itemsize == 8, reason="on this system it is float64, which JAX has")
 @pytest.mark.parametrize("leaf", [np.ones(8, np.longdouble), np.clongdouble(1), np.ones((2, 4), np.longdouble)])
 def test_an_array_of_a_type_that_jax_lacks(leaf: Any) -> None:
-    """It is refused by its name and its type, wherever it is given, and not only when it is used."""
-    what = rf"'bad' is an array of {leaf.dtype}, expected one of an element type that JAX .*value\.astype"
-    with pytest.raises(TensorError, match=what):
-        trace(lambda w, x: x, {"bad": leaf}, X)
-    with pytest.raises(TensorError, match=what):
-        trace(lambda w, bad: bad, (), leaf)
-    with pytest.raises(TensorError, match=what):
-        State({"bad": leaf})
-    with pytest.raises(TensorError, match=rf"input 'x' got {leaf.dtype}\["):
-        trace(lambda w, x: x, (), X).flatten_inputs((leaf,))
+    check_refused(leaf, r"expected one of an element type that JAX .*value\.astype")
 
 
 def test_tracing_inside_jit_is_refused() -> None:
